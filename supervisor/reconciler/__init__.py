@@ -1,0 +1,1 @@
+"""The level-triggered loop: fetch, lease, observe, decide, act, apply."""

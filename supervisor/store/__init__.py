@@ -1,0 +1,1 @@
+"""Tables, engine, the one writer, and read queries."""

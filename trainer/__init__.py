@@ -1,0 +1,1 @@
+"""The DFlash target/drafter training pipeline. Knows nothing of the supervisor."""

@@ -1,0 +1,1 @@
+"""Training state and exported drafters on disk."""

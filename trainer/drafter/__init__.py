@@ -1,0 +1,1 @@
+"""The drafter: model, masks, anchors, noise, loss, acceptance."""

@@ -1,0 +1,1 @@
+"""Real speculative decoding against the target."""

@@ -1,0 +1,1 @@
+"""Signals, status record, exit codes."""

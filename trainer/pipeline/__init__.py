@@ -1,0 +1,1 @@
+"""Threads, queues and messages between target and drafter workers."""

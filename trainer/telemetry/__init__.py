@@ -1,0 +1,1 @@
+"""Metric records and their sinks; never imports torch."""
