@@ -1,0 +1,104 @@
+"""The one door to model directories: config, tokenizer and weights, read through transformers.
+
+Called by `trainer.target.loader` (training, evaluation) and by the data commands (`prepare` needs the
+tokenizer, `generate` the model). Everything is read from the local directory: no hub, no remote code,
+safetensors only. Whatever transformers raises is translated here to the trainer's errors; it must not be
+caught elsewhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
+
+from trainer.errors import CheckpointError, ConfigError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def load_config(directory: Path) -> Any:
+    """Read the model's config.
+
+    Raises:
+        ConfigError: no such directory, no `config.json`, or a model type that transformers does not know.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"target model is not a directory: {directory}")
+    if not (directory / "config.json").is_file():
+        hint = " (a GGUF file alone has to be converted first)" if any(directory.glob("*.gguf")) else ""
+        raise ConfigError(f"target model has no config.json{hint}: {directory}")
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot read the target's config: {directory}: {error}") from error
+
+
+def find_tokenizer(directory: Path) -> Any | None:
+    """The tokenizer of a model directory, or None when the directory carries none.
+
+    Raises:
+        ConfigError: tokenizer files are there but unreadable.
+    """
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot read the target's tokenizer: {directory}: {error}") from error
+
+
+def get_tokenizer(directory: Path, *, needs_chat_template: bool = False) -> Any:
+    """The tokenizer of a model directory; its absence is a `ConfigError`."""
+    if not directory.is_dir():
+        raise ConfigError(f"target model is not a directory: {directory}")
+    tokenizer = find_tokenizer(directory)
+    if tokenizer is None:
+        raise ConfigError(f"target model has no tokenizer files, copy them beside its weights: {directory}")
+    if needs_chat_template and not tokenizer.chat_template:
+        raise ConfigError(f"target's tokenizer has no chat template, add chat_template.jinja: {directory}")
+    return tokenizer
+
+
+def load_causal_lm(
+    directory: Path, *, device: torch.device | str, dtype: torch.dtype, attn: str = "sdpa"
+) -> torch.nn.Module:
+    """Load frozen weights onto `device`, in evaluation mode.
+
+    Raises:
+        ConfigError: no safetensors weights, or transformers cannot build this model.
+        CheckpointError: weights are damaged, or some of the model's tensors are missing from them
+            (transformers would fill those with random numbers).
+    """
+    config = load_config(directory)
+    if not any(directory.glob("*.safetensors")):
+        raise ConfigError(f"target model has no *.safetensors weights: {directory}")
+    hf_logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attn,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise ConfigError(f"cannot load the target model: {directory}: {error}") from error
+    except Exception as error:
+        # safetensors raises its own class, outside the tree above, on a truncated or damaged file.
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise CheckpointError(f"target weights are damaged: {directory}: {error}") from error
+    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if missing:
+        shown = ", ".join(missing[:5])
+        raise CheckpointError(
+            f"target weights lack {len(missing)} tensors of the model: {directory}: {shown}"
+        )
+    frozen: torch.nn.Module = model.requires_grad_(False).eval().to(device)
+    return frozen

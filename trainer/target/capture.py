@@ -1,0 +1,197 @@
+"""The frozen target at work: hidden states of chosen layers, and stepping with a cache for decoding.
+
+Called by target workers (`hidden_states`) and by speculative decoding (`new_cache`, `step`, `crop`). Layer
+ids count decoder layers from 0; what is captured is the residual stream *after* that layer, before any later
+norm. Every call runs without gradients (not in inference mode: such tensors could not feed a drafter's
+backward) and leaves the weights untouched. One `Target` belongs to one thread: hooks live for one call. Must
+not know the drafter.
+
+Dimension suffixes: B batch, T tokens, L captured layers, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from trainer.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from trainer.target.loader import TargetInfo
+
+
+class _LastTapReached(Exception):  # noqa: N818 - control flow, not an error
+    """Ends a forward pass once the last layer that anyone asked for has run."""
+
+
+class TargetCache:
+    """Keys and values of a committed prefix of one sequence, for `Target.step`.
+
+    Targets with layers whose state cannot be cut back (linear attention, sliding windows) keep the token ids
+    instead and run the prefix again at each step: slower, but exact.
+    """
+
+    def __init__(self, entries: Any | None) -> None:
+        self.entries = entries
+        self.token_ids_T = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def length(self) -> int:
+        """Tokens that the cache stands for."""
+        return int(self.token_ids_T.shape[0])
+
+    @property
+    def recomputes(self) -> bool:
+        """True where `step` has to run the prefix again."""
+        return self.entries is None
+
+    def crop(self, length: int) -> None:
+        """Forget everything behind the first `length` tokens."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot crop a cache of {self.length} tokens to {length}")
+        surplus = self.length - length
+        self.token_ids_T = self.token_ids_T[:length]
+        if surplus and self.entries is not None:
+            # A negative count means "drop this many" in every transformers 5; positive lengths were removed.
+            self.entries.crop(-surplus)
+
+
+class Target:
+    """A frozen language model, its facts (`info`) and its tokenizer (None when the directory had none)."""
+
+    def __init__(self, model: Any, info: TargetInfo, tokenizer: Any | None) -> None:
+        self.info = info
+        self.tokenizer = tokenizer
+        self._model = model
+        self._body = model.get_decoder()
+        head = model.get_output_embeddings()
+        if head is None or getattr(head, "bias", None) is not None:
+            raise ConfigError(
+                f"target's head must be a plain matrix, a drafter borrows it: {info.model_type}"
+            )
+        self.embed_weight_VD: Tensor = model.get_input_embeddings().weight
+        self.head_weight_VD: Tensor = head.weight
+        parameters = inspect.signature(model.forward).parameters
+        # transformers renames the argument within 5.x: the old name warns in 5.24 and ends in 5.40.
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.embed_weight_VD.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and hidden states."""
+        return self.embed_weight_VD.dtype
+
+    @torch.no_grad()
+    def hidden_states(
+        self,
+        input_ids_BT: Tensor,
+        attention_mask_BT: Tensor | None,
+        layer_ids: Sequence[int],
+        *,
+        with_last_hidden: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run a right-padded batch and return what the tapped layers produced.
+
+        Args:
+            input_ids_BT: int64, right-padded with any valid id.
+            attention_mask_BT: True on real tokens; None when nothing is padded. Attention is causal and padding
+                comes last, so real tokens never see it: the mask is checked (on the CPU only) but not given to
+                the model, which keeps the faster unmasked kernels. Rows at padding hold rubbish.
+            layer_ids: decoder layers, 0-based, in the order wanted; layers behind the last one are not run.
+            with_last_hidden: also return the last hidden state, after the final norm; runs all layers.
+
+        Returns:
+            `(features_BTLD, last_hidden_BTD or None)` on the target's device.
+        """
+        self.check_layer_ids(layer_ids)
+        if attention_mask_BT is not None and attention_mask_BT.device.type == "cpu":
+            _check_right_padded(attention_mask_BT)
+        input_ids_BT = input_ids_BT.to(self.device, non_blocking=True)
+        with self._tap(layer_ids, stop_after_last=not with_last_hidden) as tapped:
+            try:
+                last_BTD = self._body(input_ids=input_ids_BT, use_cache=False).last_hidden_state
+            except _LastTapReached:
+                last_BTD = None
+        return _stack(tapped, layer_ids), last_BTD
+
+    def new_cache(self) -> TargetCache:
+        """An empty cache for one sequence."""
+        return TargetCache(DynamicCache(config=self._model.config) if self._can_crop() else None)
+
+    @torch.no_grad()
+    def step(
+        self, input_ids_1T: Tensor, cache: TargetCache, layer_ids: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Run the next T tokens of one sequence behind what `cache` holds, and add them to it.
+
+        Returns:
+            `(logits_TV, features_TLD)` of the new tokens; `layer_ids` may be empty.
+        """
+        self.check_layer_ids(layer_ids)
+        new = int(input_ids_1T.shape[1])
+        cache.token_ids_T = torch.cat([cache.token_ids_T, input_ids_1T[0].to("cpu")])
+        arguments: dict[str, Any] = {"use_cache": False}
+        if cache.recomputes:
+            input_ids_1T = cache.token_ids_T[None]
+        else:
+            arguments = {"use_cache": True, self._cache_argument: cache.entries}
+        with self._tap(layer_ids, stop_after_last=False) as tapped:
+            output = self._model(input_ids=input_ids_1T.to(self.device), logits_to_keep=new, **arguments)
+        return output.logits[0, -new:], _stack(tapped, layer_ids)[0, -new:]
+
+    def check_layer_ids(self, layer_ids: Sequence[int]) -> None:
+        """Refuse ids that are no decoder layer, and the last one, whose meaning differs between engines."""
+        bad = [layer for layer in layer_ids if not 0 <= layer < self.info.num_layers - 1]
+        if bad or len(set(layer_ids)) != len(layer_ids):
+            limit = self.info.num_layers - 2
+            raise ConfigError(f"target_layer_ids must be different and within 0..{limit}: {list(layer_ids)}")
+
+    def _can_crop(self) -> bool:
+        config = self._model.config.get_text_config()
+        plain = set(self.info.layer_types) == {"full_attention"}
+        windowed = getattr(config, "sliding_window", None) is not None and not getattr(
+            config, "layer_types", None
+        )
+        return plain and not windowed
+
+    @contextmanager
+    def _tap(self, layer_ids: Sequence[int], *, stop_after_last: bool) -> Iterator[dict[int, Tensor]]:
+        tapped: dict[int, Tensor] = {}
+        last = max(layer_ids, default=-1)
+        handles = []
+
+        def keep(layer: int, output: Any) -> None:
+            tapped[layer] = output[0] if isinstance(output, tuple) else output
+            if stop_after_last and layer == last:
+                raise _LastTapReached
+
+        for layer in set(layer_ids):
+            hook = lambda _module, _inputs, output, layer=layer: keep(layer, output)  # noqa: E731
+            handles.append(self._body.layers[layer].register_forward_hook(hook))
+        try:
+            yield tapped
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _stack(tapped: dict[int, Tensor], layer_ids: Sequence[int]) -> Tensor:
+    if not layer_ids:
+        return torch.empty(1, 0, 0, 0)
+    return torch.stack([tapped[layer] for layer in layer_ids], dim=2)
+
+
+def _check_right_padded(attention_mask_BT: Tensor) -> None:
+    mask_BT = attention_mask_BT.bool()
+    if bool((mask_BT[:, 1:] & ~mask_BT[:, :-1]).any()):
+        raise DataError("batch is not right-padded: a real token follows padding")
