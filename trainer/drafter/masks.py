@@ -1,0 +1,324 @@
+"""Which key each block position may see: one predicate, in the forms the attention kernels want.
+
+Built once per micro-batch by `loss.microbatch_sums` (or a test) from CPU tokens, consumed by
+`attention.attend`. Three forms of the same rule: a dense boolean grid (the reference), per-document
+segments for sdpa, and a mask_mod
+for FlexAttention. Must not look at hidden states and must not wait for a GPU.
+
+The rule: a position of block b sees the context of its own document strictly before its anchor (the target
+has not processed the anchor yet when the block is drafted) and its own block. Sliding layers also require a
+distance below the window and look only backwards inside the block. Positions of a padding block see only
+themselves, since a row without any key is NaN in softmax kernels.
+
+Dimension suffixes: T context tokens, A anchors, Q block rows (A times block size), S keys (T + Q).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trainer.drafter.anchors import Anchors
+from trainer.errors import ConfigError
+from trainer.pipeline.messages import PackedTokens
+
+Implementation = Literal["dense", "sdpa", "flex"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("dense", "sdpa", "flex")
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+SEGMENT_ROWS = 256
+"""Block rows that one sdpa call takes; more would spend most of its scores on other blocks' keys."""
+
+FLEX_MULTIPLE = 128
+"""FlexAttention's tile: query and context lengths are padded to a multiple of it."""
+
+MaskMod = Callable[[Any, Any, Any, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLayout:
+    """Geometry of one pack: every mask is a function of it. All tensors int32 (bool for `valid_A`)."""
+
+    context_doc_T: Tensor
+    """document of each context token, below 0 for padding"""
+    context_position_T: Tensor
+    """position inside the document"""
+    anchor_index_A: Tensor
+    """anchor's index in the packed row"""
+    anchor_doc_A: Tensor
+    anchor_position_A: Tensor
+    """anchor's position inside its document"""
+    valid_A: Tensor
+    block_size: int
+
+    @property
+    def context_rows(self) -> int:
+        """Context tokens, padding included."""
+        return self.context_doc_T.numel()
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of all blocks, padding blocks included."""
+        return self.anchor_index_A.numel() * self.block_size
+
+    @property
+    def block_positions(self) -> Tensor:
+        """Document-local position of every block row (int64)."""
+        offset_K = torch.arange(self.block_size, device=self.anchor_position_A.device)
+        return (self.anchor_position_A[:, None] + offset_K[None, :]).flatten().to(torch.int64)
+
+    def to(self, device: torch.device | str) -> BlockLayout:
+        """Copy to a device (non-blocking from pinned memory)."""
+        return BlockLayout(
+            context_doc_T=self.context_doc_T.to(device, non_blocking=True),
+            context_position_T=self.context_position_T.to(device, non_blocking=True),
+            anchor_index_A=self.anchor_index_A.to(device, non_blocking=True),
+            anchor_doc_A=self.anchor_doc_A.to(device, non_blocking=True),
+            anchor_position_A=self.anchor_position_A.to(device, non_blocking=True),
+            valid_A=self.valid_A.to(device, non_blocking=True),
+            block_size=self.block_size,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMask:
+    """Boolean grid, True where visible."""
+
+    visible_QS: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Some blocks of one document with the keys they can see: a stretch of context, then their own rows."""
+
+    rows_q: Tensor
+    """int64 indices of the block rows"""
+    context_start: int
+    context_end: int
+    visible_qs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentMask:
+    """All rows of a pack cut into segments; `unpermute_Q` puts the concatenated results back in row order."""
+
+    segments: tuple[Segment, ...]
+    lonely_q: Tensor
+    """rows of padding blocks: each sees only itself"""
+    unpermute_Q: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FlexMask:
+    """FlexAttention's sparse block mask."""
+
+    block_mask: Any
+
+
+LayerMask = DenseMask | SegmentMask | FlexMask
+AttentionMasks = Mapping[str, LayerMask]
+"""Mask per layer type."""
+
+
+def build_layout(tokens: PackedTokens, anchors: Anchors, *, block_size: int) -> BlockLayout:
+    """Collect a pack's geometry on the CPU."""
+    doc_T = tokens.doc_id_T.to(torch.int32)
+    position_T = tokens.position_T.to(torch.int32)
+    return BlockLayout(
+        context_doc_T=doc_T,
+        context_position_T=position_T,
+        anchor_index_A=anchors.position_A.to(torch.int32),
+        anchor_doc_A=doc_T[anchors.position_A],
+        anchor_position_A=position_T[anchors.position_A],
+        valid_A=anchors.valid_A,
+        block_size=block_size,
+    )
+
+
+def build_masks(
+    layout: BlockLayout,
+    layer_types: Sequence[str],
+    *,
+    sliding_window: int | None,
+    implementation: str,
+    device: torch.device | str,
+) -> AttentionMasks:
+    """Build one mask per distinct layer type, once per micro-batch.
+
+    Args:
+        layout: geometry of the pack, on the CPU.
+        layer_types: the drafter's layer types; duplicates cost nothing.
+        sliding_window: window of the sliding layers, in positions.
+        implementation: `dense`, `sdpa` or `flex`.
+        device: where the attention runs.
+
+    Raises:
+        ConfigError: unknown implementation, or flex without CUDA (it has no backward on the CPU).
+    """
+    device = torch.device(device)
+    build = _BUILDERS.get(implementation)
+    if build is None:
+        raise ConfigError(f"unknown attention implementation: {implementation}; use dense, sdpa or flex")
+    if implementation == "flex" and device.type != "cuda":
+        raise ConfigError(f"attention flex needs a CUDA device, not {device}: use --attention sdpa")
+    return {
+        kind: build(layout, window_of(kind, sliding_window), device) for kind in dict.fromkeys(layer_types)
+    }
+
+
+def window_of(layer_type: str, sliding_window: int | None) -> int | None:
+    """Return the window of a layer type, None for full attention."""
+    if layer_type == FULL:
+        return None
+    if layer_type != SLIDING:
+        raise ConfigError(f"unknown layer type: {layer_type}; use {FULL} or {SLIDING}")
+    if sliding_window is None or sliding_window < 1:
+        raise ConfigError(
+            f"sliding layers need a window of at least 1, not {sliding_window}: set sliding_window"
+        )
+    return sliding_window
+
+
+def dense_mask(layout: BlockLayout, window: int | None) -> Tensor:
+    """Evaluate the rule on the whole grid: bool [Q, T + Q]."""
+    size = layout.block_size
+    anchor = layout.anchor_index_A.repeat_interleave(size)[:, None]
+    doc = layout.anchor_doc_A.repeat_interleave(size)[:, None]
+    valid = layout.valid_A.repeat_interleave(size)[:, None]
+    row = torch.arange(layout.block_rows, device=anchor.device)
+    block, offset = row // size, row % size
+    index_T = torch.arange(layout.context_rows, device=anchor.device)
+    context = (index_T[None, :] < anchor) & (layout.context_doc_T[None, :] == doc) & (doc >= 0) & valid
+    own = block[:, None] == block[None, :]
+    if window is not None:
+        position = layout.block_positions[:, None]
+        context &= position - layout.context_position_T[None, :] < window
+        distance = offset[:, None] - offset[None, :]
+        own &= (distance >= 0) & (distance < window)
+    itself = row[:, None] == row[None, :]
+    return torch.cat([context, torch.where(valid, own, itself)], dim=1)
+
+
+def make_mask_mod(layout: BlockLayout, window: int | None) -> MaskMod:
+    """Write the rule as FlexAttention's `mask_mod(batch, head, query, key)` over the layout's tensors."""
+    size, context_rows = layout.block_size, layout.context_rows
+    context_doc, context_position = layout.context_doc_T, layout.context_position_T
+    anchor_index, anchor_doc = layout.anchor_index_A, layout.anchor_doc_A
+    anchor_position, valid = layout.anchor_position_A, layout.valid_A
+
+    def mask_mod(batch: Any, head: Any, query: Any, key: Any) -> Tensor:  # noqa: ARG001 (the kernel's signature)
+        block, offset = query // size, query % size
+        # Both halves are evaluated for every pair, so indices are clamped into range and the wrong half
+        # dropped.
+        token = torch.clamp(key, max=context_rows - 1)
+        row = torch.clamp(key - context_rows, min=0)
+        seen = (token < anchor_index[block]) & (context_doc[token] == anchor_doc[block])
+        seen = seen & (anchor_doc[block] >= 0) & valid[block]
+        own = row // size == block
+        if window is not None:
+            seen = seen & (anchor_position[block] + offset - context_position[token] < window)
+            distance = offset - row % size
+            own = own & (distance >= 0) & (distance < window)
+        in_block = torch.where(valid[block], own, row == query)
+        return torch.where(key < context_rows, seen, in_block)
+
+    return mask_mod
+
+
+def _build_dense(layout: BlockLayout, window: int | None, device: torch.device) -> LayerMask:
+    return DenseMask(dense_mask(layout, window).to(device))
+
+
+def _build_flex(layout: BlockLayout, window: int | None, device: torch.device) -> LayerMask:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    if layout.block_rows % FLEX_MULTIPLE or layout.context_rows % FLEX_MULTIPLE:
+        raise ConfigError(
+            f"flex attention needs {layout.block_rows} block rows and {layout.context_rows} context rows "
+            f"to be multiples of {FLEX_MULTIPLE}: pad them"
+        )
+    on_device = layout.to(device)
+    compiled = _compiled("create_block_mask", create_block_mask)
+    mask = compiled(
+        make_mask_mod(on_device, window),
+        None,
+        None,
+        layout.block_rows,
+        layout.context_rows + layout.block_rows,
+        device=str(device),
+    )
+    return FlexMask(mask)
+
+
+_COMPILED: dict[str, Callable[..., Any]] = {}
+
+
+def _compiled(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile once per process: eager `create_block_mask` would materialise the whole grid."""
+    if name not in _COMPILED:
+        _COMPILED[name] = torch.compile(function, dynamic=False)
+    return _COMPILED[name]
+
+
+def _build_segments(layout: BlockLayout, window: int | None, device: torch.device) -> LayerMask:
+    size = layout.block_size
+    per_segment = max(1, SEGMENT_ROWS // size)
+    segments: list[Segment] = []
+    for blocks in _blocks_by_document(layout):
+        for group in torch.split(blocks, per_segment):
+            segments.append(_segment(layout, group, window, device))
+    lonely = _rows_of((~layout.valid_A).nonzero().flatten(), size)
+    order = torch.cat([*(segment.rows_q.cpu() for segment in segments), lonely])
+    return SegmentMask(
+        segments=tuple(segments),
+        lonely_q=lonely.to(device, non_blocking=True),
+        unpermute_Q=order.argsort().to(device, non_blocking=True),
+    )
+
+
+def _blocks_by_document(layout: BlockLayout) -> list[Tensor]:
+    """Group valid blocks by document, each group ordered by anchor so that context prefixes stay short."""
+    valid = layout.valid_A.nonzero().flatten()
+    order = valid[layout.anchor_index_A[valid].argsort(stable=True)]
+    if not order.numel():
+        return []
+    _, counts = torch.unique_consecutive(layout.anchor_doc_A[order], return_counts=True)
+    return list(torch.split(order, counts.tolist()))
+
+
+def _segment(layout: BlockLayout, blocks: Tensor, window: int | None, device: torch.device) -> Segment:
+    doc = layout.anchor_doc_A[blocks[0]]
+    members = (layout.context_doc_T == doc).nonzero().flatten()
+    # Nothing at or behind the last anchor is visible; context of one document is one stretch of the row.
+    start, end = int(members[0]), int(layout.anchor_index_A[blocks].max())
+    part = BlockLayout(
+        context_doc_T=layout.context_doc_T[start:end],
+        context_position_T=layout.context_position_T[start:end],
+        anchor_index_A=layout.anchor_index_A[blocks] - start,
+        anchor_doc_A=layout.anchor_doc_A[blocks],
+        anchor_position_A=layout.anchor_position_A[blocks],
+        valid_A=layout.valid_A[blocks],
+        block_size=layout.block_size,
+    )
+    return Segment(
+        rows_q=_rows_of(blocks, layout.block_size).to(device, non_blocking=True),
+        context_start=start,
+        context_end=end,
+        visible_qs=dense_mask(part, window).to(device, non_blocking=True),
+    )
+
+
+def _rows_of(blocks: Tensor, size: int) -> Tensor:
+    return (blocks[:, None] * size + torch.arange(size)[None, :]).flatten()
+
+
+_BUILDERS: Mapping[str, Callable[[BlockLayout, int | None, torch.device], LayerMask]] = {
+    "dense": _build_dense,
+    "sdpa": _build_segments,
+    "flex": _build_flex,
+}
