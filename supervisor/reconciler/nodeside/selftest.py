@@ -1,7 +1,7 @@
 """Prove that an environment can run a release: byte-compile and import it, by the environment's own Python.
 
 Sent on stdin by `reconciler.scripts` to the *environment's* interpreter; arguments: marker, one JSON
-object {"release": path or null, "modules": [names]}. Byte code goes beside the sources, checked by hash, so a release
+object {"release": path or null, "modules": [names]}. Byte code goes beside the sources, so a release
 stays content-addressed. An import that fails is an answer with its traceback's end, not a crash.
 """
 

@@ -1,0 +1,1 @@
+"""A trainer's outside without its inside: flags, status and metrics files, checkpoints, stop protocol."""
