@@ -8,6 +8,8 @@ caught elsewhere.
 
 from __future__ import annotations
 
+import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +104,24 @@ def load_causal_lm(
         )
     frozen: torch.nn.Module = model.requires_grad_(False).eval().to(device)
     return frozen
+
+
+def stop_token_ids(directory: Path, tokenizer: Any | None) -> frozenset[int]:
+    """Every id that ends a generation: of the config, of the generation config and of the tokenizer."""
+    values = [load_config(directory).get_text_config().eos_token_id]
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        values.append(json.loads(generation.read_text()).get("eos_token_id"))
+    values.append(None if tokenizer is None else tokenizer.eos_token_id)
+    found: set[int] = set()
+    for value in values:
+        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return frozenset(int(token) for token in found)
+
+
+def cache_argument(model: Any) -> str:
+    """Name of the forward argument that takes a key/value cache.
+
+    transformers renames it within 5.x: the old name warns from 5.24 on and is removed in 5.40.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

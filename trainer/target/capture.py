@@ -11,7 +11,6 @@ Dimension suffixes: B batch, T tokens, L captured layers, D hidden size, V vocab
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from trainer.data.pretrained import cache_argument
 from trainer.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -77,9 +77,7 @@ class Target:
             )
         self.embed_weight_VD: Tensor = model.get_input_embeddings().weight
         self.head_weight_VD: Tensor = head.weight
-        parameters = inspect.signature(model.forward).parameters
-        # transformers renames the argument within 5.x: the old name warns in 5.24 and ends in 5.40.
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._cache_argument = cache_argument(model)
 
     @property
     def device(self) -> torch.device:
@@ -104,9 +102,9 @@ class Target:
 
         Args:
             input_ids_BT: int64, right-padded with any valid id.
-            attention_mask_BT: True on real tokens; None when nothing is padded. Attention is causal and padding
-                comes last, so real tokens never see it: the mask is checked (on the CPU only) but not given to
-                the model, which keeps the faster unmasked kernels. Rows at padding hold rubbish.
+            attention_mask_BT: True on real tokens; None when nothing is padded. Attention is causal and
+                padding comes last, so real tokens never see it: the mask is checked (on the CPU only) but
+                not given to the model, which keeps the faster kernels. Rows at padding hold rubbish.
             layer_ids: decoder layers, 0-based, in the order wanted; layers behind the last one are not run.
             with_last_hidden: also return the last hidden state, after the final norm; runs all layers.
 

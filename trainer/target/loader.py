@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainer.data.pretrained import find_tokenizer, load_causal_lm
+from trainer.data.pretrained import find_tokenizer, load_causal_lm, stop_token_ids
 from trainer.errors import ConfigError
 from trainer.target.capture import Target
 
@@ -93,7 +93,7 @@ def describe_target(
     embedding = model.get_input_embeddings()
     theta, scaling = rope_settings(config)
     vocab_size = int(embedding.weight.shape[0])
-    stop_ids = _stop_ids(model, tokenizer)
+    stop_ids = stop_token_ids(directory, tokenizer)
     mask_id, reason = choose_mask_token(
         tokenizer,
         vocab_size=vocab_size,
@@ -198,18 +198,6 @@ def _spare_special_tokens(tokenizer: Any, stop_ids: frozenset[int]) -> list[tupl
         for token_id, token in tokenizer.added_tokens_decoder.items()
         if token.special and token_id not in named | stop_ids and str(token) not in template
     )
-
-
-def _stop_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
-    found: set[int] = set()
-    sources = [
-        model.config.get_text_config().eos_token_id,
-        getattr(model.generation_config, "eos_token_id", None),
-    ]
-    sources.append(None if tokenizer is None else tokenizer.eos_token_id)
-    for value in sources:
-        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
-    return frozenset(int(token) for token in found)
 
 
 def _first_id(value: int | list[int] | None) -> int | None:
