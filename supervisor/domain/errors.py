@@ -24,8 +24,13 @@ these classes to HTTP problems and `supervisor.cli` to exit codes, nobody else d
     │ └ LockedError            backup, snapshot, migration ... holds it
     ├ DeployError
     │ └ ChecksumMismatchError  bytes that arrived are not the bytes that were sent
-    └ ShimError                the shim refused or cannot be understood
-      └ VersionMismatchError
+    ├ ShimError                the shim refused or cannot be understood
+    │ └ VersionMismatchError
+    └ StoreError               the database, not the request
+      ├ StoreBusyError         locked by someone else beyond the busy timeout: try again
+      ├ StoreFullError         no space left for the database
+      ├ StoreCorruptError      not a database any more; the file is kept
+      └ SchemaTooNewError      written by a newer version; refused
 """
 
 from __future__ import annotations
@@ -100,7 +105,7 @@ class TransportError(SupervisorError):
 
 
 class ConnectError(TransportError):
-    """Name resolution, TCP or SSH handshake failed; `reason` is DnsFailed, ConnectRefused, ConnectTimeout ..."""
+    """Name resolution, TCP or SSH handshake failed; `reason` is DnsFailed, ConnectRefused ..."""
 
     reason = "ConnectFailed"
 
@@ -186,3 +191,35 @@ class VersionMismatchError(ShimError):
     """Shim and daemon share no api version; data: `shim_api`, `supported`."""
 
     reason = "ShimVersionMismatch"
+
+
+class StoreError(SupervisorError):
+    """The database failed; nothing of the transaction was kept."""
+
+    reason = "StoreFailed"
+
+
+class StoreBusyError(StoreError):
+    """Another process holds the database, or too many writes wait; data: `waited_s`."""
+
+    reason = "StoreBusy"
+    retryable = True
+
+
+class StoreFullError(StoreError):
+    """The disk of the state folder is full: nothing was acknowledged, room makes it work again."""
+
+    reason = "StoreFull"
+    retryable = True
+
+
+class StoreCorruptError(StoreError):
+    """The file is no intact database; data: `path`, `backups`. It is never repaired or removed in place."""
+
+    reason = "StoreCorrupt"
+
+
+class SchemaTooNewError(StoreError):
+    """The database was written by a newer version; data: `found`, `known`."""
+
+    reason = "SchemaTooNew"

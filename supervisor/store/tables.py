@@ -272,6 +272,7 @@ class Event(SQLModel, table=True):
     """Append-only history, written in the transaction of the change that it tells."""
 
     __tablename__: ClassVar[str] = "event"
+    __table_args__ = ({"sqlite_autoincrement": True},)
 
     id: int | None = Field(default=None, primary_key=True)
     at: datetime = Field(index=True)
@@ -383,12 +384,14 @@ class IdempotencyKey(SQLModel, table=True):
 
 
 class Secret(SQLModel, table=True):
-    """A secret's ciphertext; the key is in a file outside the database."""
+    """A secret's ciphertext (the key is in a file outside the database), or a reference to where it lies."""
 
     __tablename__: ClassVar[str] = "secret"
 
     name: str = Field(primary_key=True)
-    ciphertext: str
+    ciphertext: str | None = None
+    reference: str | None = None
+    """`env:NAME` or `file:PATH`, read by the daemon when needed."""
     version: int = 1
     created_at: datetime
     updated_at: datetime

@@ -1,0 +1,107 @@
+"""Metric records: made safe for JSON, read by dotted name, thinned out for a chart.
+
+Used by telemetry, views and health. Pure: no I/O, no clock. A missing value stays null, never 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+MAX_DEPTH = 12
+
+
+def finite(value: Any, _depth: int = 0) -> Any:
+    """Copy JSON-like data with NaN and infinities as null; too deep nesting becomes null as well."""
+    if _depth > MAX_DEPTH:
+        return None
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item, _depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item, _depth + 1) for item in value]
+    return value
+
+
+def non_finite_names(record: Mapping[str, Any]) -> list[str]:
+    """Dotted names of the values that are NaN or infinite, also when sent as text."""
+    return [name for name, value in _walk(record, ()) if _is_non_finite(value)]
+
+
+def read_metric(record: Mapping[str, Any], name: str) -> Any:
+    """Value at a dotted name (`train.loss`, `queue.buckets`, `gpu.0.util_ratio`); None where absent."""
+    value: Any = record
+    for part in name.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, Sequence) and not isinstance(value, str) and part.isdigit():
+            value = value[int(part)] if int(part) < len(value) else None
+        else:
+            return None
+    return value
+
+
+def numeric_names(record: Mapping[str, Any]) -> list[str]:
+    """Dotted names of all numbers in a record, lists by position."""
+    return [
+        name
+        for name, value in _walk(record, ())
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    ]
+
+
+def down_sample(
+    points: Sequence[tuple[float, Mapping[str, float | None]]], *, names: Sequence[str], limit: int
+) -> list[dict[str, Any]]:
+    """Thin a time series to at most `limit` buckets of equal duration.
+
+    Returns:
+        One dict per bucket that holds a line: `t` (of its last line), and per name the mean, or None when
+        the bucket has no value; `min` and `max` beside it, so that a peak is never hidden.
+    """
+    if not points or limit < 1:
+        return []
+    first, last = points[0][0], points[-1][0]
+    width = (last - first) / limit
+    if len(points) <= limit or width <= 0:
+        return [_bucket([point], names) for point in points]
+    buckets: dict[int, list[tuple[float, Mapping[str, float | None]]]] = {}
+    for point in points:
+        position = min(limit - 1, int((point[0] - first) / width))
+        buckets.setdefault(position, []).append(point)
+    return [_bucket(buckets[position], names) for position in sorted(buckets)]
+
+
+def _bucket(
+    points: Sequence[tuple[float, Mapping[str, float | None]]], names: Sequence[str]
+) -> dict[str, Any]:
+    values: dict[str, float | None] = {}
+    lowest: dict[str, float | None] = {}
+    highest: dict[str, float | None] = {}
+    for name in names:
+        seen = [value for _, record in points if (value := record.get(name)) is not None]
+        values[name] = math.fsum(seen) / len(seen) if seen else None
+        lowest[name] = min(seen) if seen else None
+        highest[name] = max(seen) if seen else None
+    return {"t": points[-1][0], "n": len(points), "values": values, "min": lowest, "max": highest}
+
+
+def _is_non_finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    return isinstance(value, str) and value.strip("+-").lower() in ("nan", "inf", "infinity")
+
+
+def _walk(value: Any, path: tuple[str, ...]) -> Iterable[tuple[str, Any]]:
+    if len(path) > MAX_DEPTH:
+        return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _walk(item, (*path, str(key)))
+    elif isinstance(value, list | tuple):
+        for position, item in enumerate(value):
+            yield from _walk(item, (*path, str(position)))
+    else:
+        yield ".".join(path), value
