@@ -1,0 +1,269 @@
+"""Speculative decoding of one sequence against the real target: draft a block, verify it, keep what is right.
+
+Called by `eval.command` and, during training, by whoever measures acceptance. The output is always the
+target's own: a drafter only changes how many target forwards it takes. `drafter=None` or a block of 1 is
+plain decoding through the same code, which is the baseline for speedups. Must not train anything.
+
+Dimension suffixes: T tokens, K block positions, L captured layers, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trainer.drafter.cache import DraftCache
+from trainer.drafter.loss import FrozenEnds
+from trainer.drafter.model import DrafterConfig
+from trainer.errors import ConfigError
+
+
+class TargetCacheLike(Protocol):
+    """The target's cache of a committed prefix."""
+
+    def crop(self, length: int) -> None:
+        """Forget everything behind the first `length` tokens."""
+
+
+class TargetLike(Protocol):
+    """What decoding needs of a target; `trainer.target.capture.Target` is one."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+
+    @property
+    def embed_weight_VD(self) -> Tensor:  # noqa: N802 (dimension suffix)
+        """Embedding rows."""
+
+    @property
+    def head_weight_VD(self) -> Tensor:  # noqa: N802 (dimension suffix)
+        """Output head."""
+
+    def new_cache(self) -> TargetCacheLike:
+        """Start a sequence."""
+
+    def step(
+        self, input_ids_1T: Tensor, cache: TargetCacheLike, layer_ids: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Run tokens behind the cache; `(logits_TV, hidden_TLD)`."""
+
+
+class DrafterLike(Protocol):
+    """What decoding needs of a drafter; tests put oracles and adversaries here."""
+
+    @property
+    def config(self) -> DrafterConfig:
+        """Shape, mask token and captured layers."""
+
+    def draft(
+        self, new_features_TF: Tensor, block_embeds_KD: Tensor, cache: DraftCache, *, start: int
+    ) -> Tensor:
+        """Hidden states of a block's positions."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SpeculativeResult:
+    """One decoded sequence and what it took."""
+
+    token_ids: list[int] = field(default_factory=list)
+    """new tokens, cut behind the first stop token or at the length limit"""
+    accept_counts: list[int] = field(default_factory=list)
+    """tokens committed per verify: accepted drafts plus the bonus token; the last block counts whole"""
+    target_forwards: int = 0
+    """prefill plus one per verify"""
+    stopped: bool = False
+    """a stop token ended the sequence, not the length limit"""
+    prefill_s: float = 0.0
+    """prefill and everything else before the first verify step's draft"""
+    decode_s: float = 0.0
+    """drafting and verifying after the prefill"""
+    draft_s: float = 0.0
+    """the drafter's share of `decode_s`"""
+
+    @property
+    def emitted(self) -> int:
+        """Tokens committed before truncation: the prefill's one plus every verify's."""
+        return 1 + sum(self.accept_counts)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens per verify, None when the first token already ended the sequence."""
+        return sum(self.accept_counts) / len(self.accept_counts) if self.accept_counts else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Temperature sampling of the target's tokens; drafts stay deterministic, which keeps it lossless."""
+
+    temperature: float
+    generator: torch.Generator
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ConfigError(
+                f"sampling temperature must be above 0, not {self.temperature}: omit it for greedy"
+            )
+
+
+@torch.no_grad()
+def speculative_generate(
+    target: TargetLike,
+    drafter: DrafterLike | None,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    eos_ids: Collection[int],
+    block_size: int | None = None,
+    sampling: Sampling | None = None,
+) -> SpeculativeResult:
+    """Decode one prompt.
+
+    Args:
+        target: decides every token.
+        drafter: proposes blocks; None decodes plainly.
+        prompt_ids: at least one token.
+        max_new_tokens: length limit; the last block may run over it and is cut (its count is kept whole).
+        eos_ids: tokens that end the sequence; the first one is kept.
+        block_size: positions per block, the anchor included; None takes the drafter's own.
+        sampling: None is greedy.
+
+    Raises:
+        ConfigError: an empty prompt, or a limit or block size below 1.
+    """
+    size = _effective_block_size(drafter, block_size)
+    if not prompt_ids or max_new_tokens < 1:
+        raise ConfigError(
+            f"nothing to decode: prompt of {len(prompt_ids)} tokens, max_new_tokens {max_new_tokens}; "
+            "both must be at least 1"
+        )
+    return _Decoder(target, drafter if size > 1 else None, size, sampling).run(
+        list(prompt_ids), max_new_tokens, frozenset(eos_ids)
+    )
+
+
+def frozen_ends(target: TargetLike, config: DrafterConfig) -> FrozenEnds:
+    """Borrow the target's embedding and head for a drafter."""
+    if tuple(target.embed_weight_VD.shape) != (config.vocab_size, config.hidden_size):
+        raise ConfigError(
+            f"drafter is for a target of {config.vocab_size} x {config.hidden_size} embeddings, "
+            f"this one has {' x '.join(map(str, target.embed_weight_VD.shape))}: use its own target"
+        )
+    return FrozenEnds(
+        embed_weight_VD=target.embed_weight_VD,
+        head_weight_VD=target.head_weight_VD,
+        embed_scale=config.embed_scale,
+        logit_softcap=config.logit_softcap,
+    )
+
+
+class _Decoder:
+    """One sequence: both caches, and the steps that the loop is made of."""
+
+    def __init__(
+        self, target: TargetLike, drafter: DrafterLike | None, size: int, sampling: Sampling | None
+    ) -> None:
+        self.target, self.drafter, self.size, self.sampling = target, drafter, size, sampling
+        self.layer_ids: tuple[int, ...] = ()
+        if drafter is not None:
+            self.layer_ids = drafter.config.target_layer_ids
+            self.ends = frozen_ends(target, drafter.config)
+            self.draft_cache = DraftCache(drafter.config.num_hidden_layers)
+        self.target_cache = target.new_cache()
+        self.result = SpeculativeResult()
+
+    def run(self, prompt: list[int], max_new_tokens: int, eos_ids: frozenset[int]) -> SpeculativeResult:
+        out, result = prompt, self.result
+        prompt_length = len(prompt)
+        began_s = self._now_s()
+        first, new_hidden_TLD = self._prefill(out)
+        out.append(first)
+        result.prefill_s = self._now_s() - began_s
+        result.stopped = first in eos_ids
+        began_s = self._now_s()
+        while not result.stopped and len(out) - prompt_length < max_new_tokens:
+            # `start` is the newest committed token: the target has not processed it yet.
+            start = len(out) - 1
+            block = [out[start], *self._draft(out[start], new_hidden_TLD, start)]
+            committed, new_hidden_TLD = self._verify(block, start)
+            result.accept_counts.append(len(committed))
+            out += committed
+            result.stopped = not eos_ids.isdisjoint(committed)
+        result.decode_s = self._now_s() - began_s
+        result.token_ids = _cut(out[prompt_length:], max_new_tokens, eos_ids)
+        result.stopped = bool(result.token_ids) and result.token_ids[-1] in eos_ids
+        return result
+
+    def _prefill(self, prompt: list[int]) -> tuple[int, Tensor]:
+        logits_TV, hidden_TLD = self._step(prompt)
+        return self._choose(logits_TV[-1:])[0], hidden_TLD
+
+    def _draft(self, anchor: int, new_hidden_TLD: Tensor, start: int) -> list[int]:
+        if self.drafter is None:
+            return []
+        began_s = self._now_s()
+        mask = self.drafter.config.mask_token_id
+        block_ids_K = torch.tensor([anchor] + [mask] * (self.size - 1), device=self.target.device)
+        hidden_KD = self.drafter.draft(
+            new_hidden_TLD.flatten(1), self.ends.embed(block_ids_K), self.draft_cache, start=start
+        )
+        drafts: list[int] = self.ends.logits(hidden_KD[1:]).argmax(dim=-1).tolist()
+        self.result.draft_s += self._now_s() - began_s
+        return drafts
+
+    def _verify(self, block: list[int], start: int) -> tuple[list[int], Tensor]:
+        """Run the block through the target; return what is committed and its hidden states."""
+        logits_KV, hidden_KLD = self._step(block)
+        choices = self._choose(logits_KV)
+        accepted = 0
+        while accepted < len(block) - 1 and block[accepted + 1] == choices[accepted]:
+            accepted += 1
+        self.target_cache.crop(start + accepted + 1)
+        return choices[: accepted + 1], hidden_KLD[: accepted + 1]
+
+    def _step(self, token_ids: list[int]) -> tuple[Tensor, Tensor]:
+        self.result.target_forwards += 1
+        ids_1T = torch.tensor([token_ids], dtype=torch.int64, device=self.target.device)
+        return self.target.step(ids_1T, self.target_cache, self.layer_ids)
+
+    def _choose(self, logits_KV: Tensor) -> list[int]:
+        """Pick the target's token per row.
+
+        Sampling each row independently is lossless: a draft survives exactly when it equals what the target
+        draws, and rows behind the first mismatch are thrown away.
+        """
+        if self.sampling is None:
+            choices: list[int] = logits_KV.argmax(dim=-1).tolist()
+            return choices
+        probs_KV = (logits_KV.float() / self.sampling.temperature).softmax(dim=-1)
+        drawn: list[int] = (
+            torch.multinomial(probs_KV, 1, generator=self.sampling.generator).flatten().tolist()
+        )
+        return drawn
+
+    def _now_s(self) -> float:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)  # host sync: times must cover the work
+        return time.perf_counter()
+
+
+def _effective_block_size(drafter: DrafterLike | None, block_size: int | None) -> int:
+    if block_size is not None and block_size < 1:
+        raise ConfigError(f"block_size must be at least 1, not {block_size}")
+    if drafter is None:
+        return 1
+    return drafter.config.block_size if block_size is None else block_size
+
+
+def _cut(tokens: list[int], limit: int, eos_ids: frozenset[int]) -> list[int]:
+    """Keep tokens up to the limit and to the first stop token, that one included."""
+    kept = tokens[:limit]
+    for index, token in enumerate(kept):
+        if token in eos_ids:
+            return kept[: index + 1]
+    return kept
