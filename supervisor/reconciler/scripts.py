@@ -62,6 +62,23 @@ async def run_script(
     )
 
 
+async def ensure_folder(transport: Transport, path: str) -> None:
+    """Create a folder and its parents in the node.
+
+    Raises:
+        DeployError: it cannot be created; the message is the node's own.
+    """
+    result = await transport.run(["mkdir", "-p", "--", path], deadline_s=30.0)
+    if result.exit_code != 0:
+        stderr = result.stderr.decode(errors="replace").strip()
+        reason = "NoSpace" if "No space left" in stderr else "NotWritable"
+        raise DeployError(
+            f"cannot create {path} on the node: {stderr}",
+            reason=reason,
+            hint="make the node's root writable for its user, or choose another root",
+        )
+
+
 _HINTS = {
     "NoSpace": "free disk space on the node, or set the node's root to a larger file system",
     "PermissionDenied": "give the node's user write access to the node's root",

@@ -1,0 +1,345 @@
+"""One connection per node: its transport, its agent on a lasting channel, and what is known of the way there.
+
+Built by `app`, used by the loop, preflight, deploy and the log reader. A connection starts the agent, asks it
+for a sign of life every few seconds, reconnects for ever with jittered backoff, and hands every frame to the
+sampler. It never concludes anything about processes: a link that fails is a condition, not an end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import posixpath
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from supervisor.clock import Clock
+from supervisor.domain.errors import (
+    CommandFailedError,
+    ConnectError,
+    ContainerError,
+    DeployError,
+    ShimError,
+    SupervisorError,
+    TransportError,
+)
+from supervisor.domain.layout import Layout
+from supervisor.reconciler.reachability import Reachability, reconnect_delay_s
+from supervisor.reconciler.scripts import ensure_folder
+from supervisor.transport.agent import AgentClient
+from supervisor.transport.base import Channel, Transport
+from supervisor.transport.bundle import ShimArchive
+
+log = structlog.get_logger(__name__)
+
+PING_PERIOD_S = 5.0
+PING_DEADLINE_S = 10.0
+OPEN_DEADLINE_S = 20.0
+PUSH_DEADLINE_S = 120.0
+TCP_TRY_PERIOD_S = 5.0
+TCP_TRY_DEADLINE_S = 3.0
+
+Frame = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeAddress:
+    """What a connection needs of a node's row; a changed address means a new connection."""
+
+    id: str
+    name: str
+    transport: str
+    root: str
+    log_dir: str
+    python: str
+    host: str | None = None
+    port: int = 22
+    user: str | None = None
+    vmid: int | None = None
+    identity_file: str | None = None
+    host_key: str | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Paths below this node's root."""
+        return Layout(self.root)
+
+
+class ConnectionListener:
+    """What a connection tells its owner; the defaults do nothing."""
+
+    async def on_open(self, connection: NodeConnection) -> None:
+        """A new agent answers: set up watches, adopt what runs there."""
+
+    async def on_change(self, connection: NodeConnection) -> None:
+        """Reachability changed."""
+
+    def on_frame(self, connection: NodeConnection, frame: Frame) -> None:
+        """The agent reported something; must not block."""
+
+
+class NodeConnection:
+    """The way to one node."""
+
+    def __init__(
+        self,
+        address: NodeAddress,
+        transport: Transport,
+        *,
+        shim: ShimArchive,
+        clock: Clock,
+        listener: ConnectionListener,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.address = address
+        self.transport = transport
+        self.reach = Reachability()
+        self._shim = shim
+        self._clock = clock
+        self._listener = listener
+        self._rng = rng or random.Random()  # noqa: S311 - jitter, not a secret
+        self._agent: AgentClient | None = None
+        self._wake = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.lock = asyncio.Lock()
+        """Held while something is being changed in the node: one worker per node at a time."""
+
+    @property
+    def shim_path(self) -> str:
+        """Where this daemon's shim lies in the node."""
+        return self.address.layout.shim(self._shim.digest)
+
+    def start(self) -> None:
+        """Begin connecting, and go on until `aclose`."""
+        self._task = asyncio.create_task(self._run(), name=f"connection-{self.address.name}")
+
+    async def aclose(self) -> None:
+        """Close agent and transport; processes in the node go on. Never raises."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        await self._drop_agent()
+        await self.transport.close()
+
+    def wake(self) -> None:
+        """Try to connect now instead of when the backoff ends."""
+        self._wake.set()
+
+    async def settled(self, limit_s: float) -> None:
+        """Wait until the first attempt to connect has ended either way, at most `limit_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._settled.wait()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an agent answers at present."""
+        return self._agent is not None and self._agent.is_open
+
+    def agent(self) -> AgentClient:
+        """The open agent.
+
+        Raises:
+            TransportError: not connected; carries the reason of the last failure.
+        """
+        if self._agent is not None and self._agent.is_open:
+            return self._agent
+        raise ConnectError(
+            f"node {self.address.name} has no open connection: {self.reach.message or self.reach.reason}",
+            reason=self.reach.reason if self.reach.reason != "Ok" else "NotConnected",
+            hint=f"`dflashctl node check {self.address.name}` tells what is in the way",
+        )
+
+    async def request(self, op: str, *, deadline_s: float = 10.0, **fields: Any) -> dict[str, Any]:
+        """One request to the agent; see `AgentClient.request`."""
+        return await self.agent().request(op, deadline_s=deadline_s, **fields)
+
+    async def ensure_shim(self) -> None:
+        """Push the shim when the node does not have it under its digest."""
+        await ensure_folder(self.transport, posixpath.dirname(self.shim_path))
+        await self.transport.put(self._shim.data, self.shim_path, mode=0o755, deadline_s=PUSH_DEADLINE_S)
+
+    async def _run(self) -> None:
+        while True:
+            error = await self._connect()
+            self._settled.set()
+            if error is None:
+                error = await self._stay()
+            await self._note_failure(error)
+            await self._pause(reconnect_delay_s(self.reach.failures, self._rng, error=error))
+
+    async def _connect(self) -> SupervisorError | None:
+        try:
+            await self._open_agent()
+        except (TransportError, ContainerError, ShimError, DeployError) as error:
+            await self._drop_agent()
+            return error
+        except Exception as error:  # task boundary: a bug in one node must not end its loop
+            log.exception("connection failed unexpectedly", node=self.address.name)
+            await self._drop_agent()
+            return ConnectError(f"internal error while connecting: {error}", reason="InternalError")
+        return None
+
+    async def _open_agent(self) -> None:
+        """Start the agent; push the shim first where it is missing."""
+        try:
+            await self._start_agent()
+        except (ShimError, CommandFailedError) as error:
+            log.info("agent did not start, pushing the shim", node=self.address.name, error=str(error))
+            await self._drop_agent()
+            await self.ensure_shim()
+            await self._start_agent()
+        if self.reach.note_success(self._clock.now()):
+            await self._listener.on_change(self)
+        await self._listener.on_open(self)
+
+    async def _start_agent(self) -> None:
+        argv = [self.address.python, self.shim_path, "serve", "--root", self.address.root]
+
+        async def open_channel() -> Channel:
+            return await self.transport.open_channel(argv, deadline_s=OPEN_DEADLINE_S)
+
+        client = AgentClient(open_channel, self._clock)
+        client.subscribe(self._on_frame)
+        self._agent = client
+        await client.open(deadline_s=OPEN_DEADLINE_S)
+
+    def _on_frame(self, frame: Frame) -> None:
+        self._listener.on_frame(self, frame)
+
+    async def _stay(self) -> SupervisorError:
+        """Ask for a sign of life until it fails; returns the failure."""
+        while True:
+            self._wake.clear()
+            await self._nap(PING_PERIOD_S)
+            try:
+                await self.request("ping", deadline_s=PING_DEADLINE_S)
+            except ShimError:
+                pass  # an agent that refuses a request answers, and that is what was asked
+            except (TransportError, ContainerError) as error:
+                await self._drop_agent()
+                return await self._explain(error)
+            self.reach.note_success(self._clock.now())
+
+    async def _explain(self, error: SupervisorError) -> SupervisorError:
+        """A lost channel says little: ask the transport whether the container is the obstacle."""
+        probe = await self.transport.probe(deadline_s=PING_DEADLINE_S)
+        if probe.is_reachable or probe.container_status is None:
+            return error
+        return ContainerError(probe.message, reason=probe.reason)
+
+    async def _note_failure(self, error: SupervisorError) -> None:
+        changed = self.reach.note_failure(error, self._clock.now(), self._clock.monotonic())
+        if changed or self.reach.should_alert(self._clock.monotonic()):
+            await self._listener.on_change(self)
+
+    async def _pause(self, delay_s: float) -> None:
+        """Wait before the next attempt; a TCP connect that works, or `wake`, ends the wait."""
+        self._wake.clear()
+        if self.reach.is_blocked:
+            await self._wake.wait()  # only an operator's act may follow a wrong host key
+            return
+        ends_at = self._clock.monotonic() + delay_s
+        while (left_s := ends_at - self._clock.monotonic()) > 0:
+            if await self._nap(min(left_s, TCP_TRY_PERIOD_S)):
+                return
+            if left_s > TCP_TRY_PERIOD_S and await self._port_answers():
+                return
+
+    async def _nap(self, seconds: float) -> bool:
+        """Sleep; True when `wake` ended it."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _port_answers(self) -> bool:
+        if self.address.host is None:
+            return False
+        try:
+            async with asyncio.timeout(TCP_TRY_DEADLINE_S):
+                _reader, writer = await asyncio.open_connection(self.address.host, self.address.port)
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        return True
+
+    async def _drop_agent(self) -> None:
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            await agent.aclose()
+
+
+BuildTransport = Callable[[NodeAddress], Transport]
+LoadAddresses = Callable[[], Awaitable[list[NodeAddress]]]
+
+
+class Connections:
+    """All nodes' connections, kept equal to the node rows by `refresh`."""
+
+    def __init__(
+        self,
+        build_transport: BuildTransport,
+        *,
+        shim: ShimArchive,
+        clock: Clock,
+        listener: ConnectionListener,
+    ) -> None:
+        self._build_transport = build_transport
+        self._shim = shim
+        self._clock = clock
+        self._listener = listener
+        self._by_id: dict[str, NodeConnection] = {}
+
+    def __iter__(self) -> Any:
+        return iter(tuple(self._by_id.values()))
+
+    def find(self, node_id: str) -> NodeConnection | None:
+        """The node's connection, or None for a node that is unknown here."""
+        return self._by_id.get(node_id)
+
+    def get(self, node_id: str) -> NodeConnection:
+        """The node's connection.
+
+        Raises:
+            ConnectError: there is none (node just deleted, or daemon stopping).
+        """
+        connection = self._by_id.get(node_id)
+        if connection is None:
+            raise ConnectError(f"no connection for node {node_id}", reason="NotConnected")
+        return connection
+
+    async def refresh(self, addresses: list[NodeAddress]) -> None:
+        """Open connections to new nodes, close those of deleted ones, replace those that changed."""
+        wanted = {address.id: address for address in addresses}
+        for node_id, connection in list(self._by_id.items()):
+            if wanted.get(node_id) != connection.address:
+                del self._by_id[node_id]
+                await connection.aclose()
+        for node_id, address in wanted.items():
+            if node_id not in self._by_id:
+                connection = NodeConnection(
+                    address,
+                    self._build_transport(address),
+                    shim=self._shim,
+                    clock=self._clock,
+                    listener=self._listener,
+                )
+                self._by_id[node_id] = connection
+                connection.start()
+
+    async def aclose(self) -> None:
+        """Close all; processes in the nodes go on."""
+        connections = list(self._by_id.values())
+        self._by_id.clear()
+        await asyncio.gather(*(connection.aclose() for connection in connections))
