@@ -1,0 +1,5 @@
+"""`python -m supervisor` is `dflashctl`."""
+
+from supervisor.cli import main
+
+main()

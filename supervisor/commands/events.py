@@ -1,0 +1,60 @@
+"""`events`: the append-only history, printed or followed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from supervisor.commands.naming import find_object
+from supervisor.commands.output import Format, OutputOption, clean, emit, emit_line
+from supervisor.commands.session import connect
+
+
+def register(root: typer.Typer) -> None:
+    """Add the command to the program."""
+    root.command("events")(events)
+
+
+def events(
+    ctx: typer.Context,
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="Only this run's.")] = None,
+    is_following: Annotated[bool, typer.Option("-f", "--follow", help="Go on as they happen.")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="How many of the newest.")] = 50,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """What happened, who asked for it and why.
+
+    Examples:
+      dflashctl events slammed
+
+      dflashctl events -f -o json
+    """
+    client = connect(ctx)
+    name = find_object(client, "runs", run)["name"] if run else None
+    newest = client.list_all("/v1/events", maximum=limit, run=name, order="desc", limit=min(limit, 200))
+    past = newest[::-1]
+    if not is_following:
+        emit(past, output, table=lambda: [_print_event(event) for event in past] and None)
+        return
+    for event in past:
+        _emit_event(event, output)
+    last_id = past[-1]["id"] if past else 0
+    try:
+        for kind, event in client.events(last_id=last_id, run=name):
+            if kind == "event":
+                _emit_event(event, output)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+def _emit_event(event: dict[str, Any], output: Format) -> None:
+    if output is Format.TABLE:
+        _print_event(event)
+    else:
+        emit_line(event)
+
+
+def _print_event(event: dict[str, Any]) -> None:
+    line = f"{event['at']}  {event['subject']}  {event['reason']}  {event['message']}  ({event['actor']})"
+    typer.echo(clean(line).replace("\n", " "))

@@ -1,0 +1,180 @@
+"""`plan`, `drift` and `explain`: what would happen, what has changed, and why the last thing happened."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from supervisor.commands.naming import NodeArgument, RunArgument, find_object, path_of
+from supervisor.commands.output import (
+    MISSING,
+    Column,
+    Format,
+    Json,
+    OutputOption,
+    clean,
+    duration,
+    emit,
+    print_pairs,
+    print_table,
+)
+from supervisor.commands.session import connect
+
+app = typer.Typer(
+    help="What a request would do, with its cost; nothing is changed.\n\nExamples:\n\n"
+    "  dflashctl plan restart slammed\n\n  dflashctl plan deploy ct200",
+    no_args_is_help=True,
+)
+
+DRIFT_COLUMNS: list[Column] = [
+    ("CLASS", lambda change: change.get("class")),
+    ("WHAT", lambda change: change.get("what") or change.get("name")),
+    ("BEFORE", lambda change: change.get("before")),
+    ("AFTER", lambda change: change.get("after")),
+    ("MEANS", lambda change: change.get("meaning") or change.get("message")),
+]
+
+
+def register(root: typer.Typer) -> None:
+    """Add the commands to the program."""
+    root.add_typer(app, name="plan")
+    root.command("drift")(drift)
+    root.command("explain")(explain)
+
+
+@app.command("start")
+def plan_start(ctx: typer.Context, run: RunArgument, output: OutputOption = Format.TABLE) -> None:
+    """What starting the run would do."""
+    _plan_run(ctx, run, "start", output)
+
+
+@app.command("stop")
+def plan_stop(ctx: typer.Context, run: RunArgument, output: OutputOption = Format.TABLE) -> None:
+    """What stopping the run would do, and what would be lost."""
+    _plan_run(ctx, run, "stop", output)
+
+
+@app.command("restart")
+def plan_restart(ctx: typer.Context, run: RunArgument, output: OutputOption = Format.TABLE) -> None:
+    """What a restart would cost now, and at the next checkpoint."""
+    _plan_run(ctx, run, "restart", output)
+
+
+@app.command("deploy")
+def plan_deploy(
+    ctx: typer.Context,
+    node: NodeArgument,
+    source: Annotated[str, typer.Option(help="bundled, none, or a trainer folder.")] = "bundled",
+    lock: Annotated[str | None, typer.Option(help="bundled, or a hashed lock.")] = None,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """What a deploy would send and build, and which runs it would restart."""
+    client = connect(ctx)
+    found = find_object(client, "nodes", node)
+    body = {"source": source} | ({"lock": lock} if lock else {})
+    plan = client.post(path_of("nodes", found["name"], "deploy"), body, dry_run="true")
+    emit(plan, output, table=lambda: print_plan(plan))
+
+
+def drift(ctx: typer.Context, run: RunArgument, output: OutputOption = Format.TABLE) -> None:
+    """What differs between the running attempt and what the next start would use.
+
+    Examples:
+      dflashctl drift slammed
+
+      dflashctl drift slammed -o json
+    """
+    client = connect(ctx)
+    found = find_object(client, "runs", run)
+    report = client.get(path_of("runs", found["name"], "drift"))
+    emit(report, output, table=lambda: _print_drift(report))
+
+
+def explain(ctx: typer.Context, run: RunArgument, output: OutputOption = Format.TABLE) -> None:
+    """Why the supervisor did what it did last, with the evidence it decided on.
+
+    Examples:
+      dflashctl explain slammed
+
+      dflashctl explain slammed -o yaml
+    """
+    client = connect(ctx)
+    found = find_object(client, "runs", run)
+    explanation = client.get(path_of("runs", found["name"], "explain"))
+    emit(explanation, output, table=lambda: _print_explanation(explanation))
+
+
+def print_plan(plan: Json) -> None:
+    """Steps, costs and risks of a plan; whatever else the plan says follows as pairs."""
+    for position, step in enumerate(plan.get("steps") or [], start=1):
+        typer.echo(f"{position}. {_sentence(step)}")
+    for title in ("costs", "risks", "warnings"):
+        content = plan.get(title)
+        if content:
+            typer.echo(f"{title}:")
+            _print_nested(content)
+    rest = {key: value for key, value in plan.items() if key not in ("steps", "costs", "risks", "warnings")}
+    print_pairs((key, _inline(key, value)) for key, value in rest.items() if value not in (None, [], {}))
+
+
+def _plan_run(ctx: typer.Context, run: str, action: str, output: Format) -> None:
+    client = connect(ctx)
+    found = find_object(client, "runs", run)
+    plan = client.post(path_of("runs", found["name"], action), {}, dry_run="true")
+    emit(plan, output, table=lambda: print_plan(plan))
+
+
+def _print_drift(report: Json) -> None:
+    changes = report.get("changes") or []
+    print_table(
+        changes, DRIFT_COLUMNS, empty="no drift: the running attempt is what the next start would use"
+    )
+    rest = {key: value for key, value in report.items() if key not in ("changes",) and value is not None}
+    if changes:
+        print_pairs((key, _inline(key, value)) for key, value in rest.items())
+
+
+def _print_explanation(explanation: Json) -> None:
+    if not explanation:
+        typer.echo("no decision yet")
+        return
+    for key, value in explanation.items():
+        if isinstance(value, dict | list):
+            typer.echo(f"{key}:")
+            _print_nested(value)
+        else:
+            typer.echo(f"{key}: {_inline(key, value)}")
+
+
+def _print_nested(value: Any, depth: int = 1) -> None:
+    indent = "  " * depth
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not isinstance(value, dict | list):
+        typer.echo(f"{indent}{clean(value)}")
+    for key, item in items:
+        label = "- " if isinstance(value, list) else f"{clean(key)}: "
+        if isinstance(item, dict | list) and item:
+            typer.echo(f"{indent}{label.rstrip()}")
+            _print_nested(item, depth + 1)
+        else:
+            typer.echo(f"{indent}{label}{_inline(str(key), item)}")
+
+
+def _sentence(step: Any) -> str:
+    if isinstance(step, dict):
+        text = step.get("message") or step.get("what") or step.get("step")
+        return clean(text)
+    return clean(step)
+
+
+def _inline(key: str, value: Any) -> str:
+    if value in (None, [], {}):
+        return MISSING
+    if key.endswith("_s") and isinstance(value, int | float) and not isinstance(value, bool):
+        return duration(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={_inline(name, item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(_inline("", item) for item in value)
+    return clean(value)
