@@ -1,0 +1,103 @@
+"""A tiny drafter and packs for it, made locally: the drafter's counterpart of `tests.support.tiny`.
+
+`drafter_config` fits `tiny_target` (H=64, L=8, V=97) with N=2, K=2, B=4; `make_pack` builds packed documents
+with random hidden states. Everything is seeded; nothing here may be used outside tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trainer.drafter.anchors import Anchors
+from trainer.drafter.loss import FrozenEnds
+from trainer.drafter.model import Drafter, DrafterConfig, build_drafter
+from trainer.pipeline.messages import FeaturePack, PackedTokens
+
+VOCAB, HIDDEN, LAYERS, MASK_ID = 97, 64, 8, 96
+
+
+def drafter_config(**overrides: Any) -> DrafterConfig:
+    """A valid tiny config; `layers` and `sliding` are short cuts."""
+    fields: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": VOCAB,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "rope_scaling": None,
+        "max_position_embeddings": 512,
+        "block_size": 4,
+        "mask_token_id": MASK_ID,
+        "target_layer_ids": (1, 5),
+        "num_target_layers": LAYERS,
+        "sliding_window": None,
+        "bos_token_id": None,
+        "eos_token_id": 3,
+        "pad_token_id": 0,
+    }
+    fields |= overrides
+    fields.setdefault("layer_types", ("full_attention",) * fields["num_hidden_layers"])
+    return DrafterConfig(**fields)
+
+
+def make_drafter(seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Drafter:
+    """A random drafter; weights larger than at the start of training, so that every path matters."""
+    overrides.setdefault("initializer_range", 0.15)
+    return build_drafter(drafter_config(**overrides), seed=seed, dtype=dtype)
+
+
+def make_ends(seed: int = 1, **overrides: Any) -> FrozenEnds:
+    """A random embedding and head."""
+    generator = torch.Generator().manual_seed(seed)
+    return FrozenEnds(
+        embed_weight_VD=torch.randn(VOCAB, HIDDEN, generator=generator),
+        head_weight_VD=torch.randn(VOCAB, HIDDEN, generator=generator) * 0.2,
+        **overrides,
+    )
+
+
+def make_tokens(lengths: Sequence[int] = (15, 25), *, seed: int = 2, supervised: float = 1.0) -> PackedTokens:
+    """Documents of random tokens; each token after the second is supervised with the given probability."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    position = torch.cat([torch.arange(length) for length in lengths])
+    chance = torch.rand(total, generator=generator)
+    return PackedTokens(
+        input_ids_T=torch.randint(4, 55, (total,), generator=generator),
+        loss_mask_T=(chance < supervised) & (position >= 2),
+        doc_id_T=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(torch.int32),
+        position_T=position,
+    )
+
+
+def make_pack(
+    tokens: PackedTokens, *, seed: int = 3, features: torch.Tensor | None = None, captured: int = 2
+) -> FeaturePack:
+    """A pack with random hidden states, or the given ones."""
+    if features is None:
+        generator = torch.Generator().manual_seed(seed)
+        features = torch.randn(tokens.input_ids_T.numel(), captured, HIDDEN, generator=generator)
+    return FeaturePack(
+        epoch=0,
+        pack_id=0,
+        bucket=0,
+        tokens=tokens,
+        features_TLD=features,
+        last_hidden_TD=None,
+        nbytes=features.nbytes,
+    )
+
+
+def anchors_at(*positions: int, padding: int = 0) -> Anchors:
+    """Blocks at the given rows, in the given order, and some padding slots."""
+    return Anchors(
+        position_A=torch.tensor([*positions, *[0] * padding], dtype=torch.int64),
+        valid_A=torch.tensor([True] * len(positions) + [False] * padding),
+    )

@@ -1,0 +1,195 @@
+"""Golden properties 28 to 32: speculative decoding never changes what the target says.
+
+Number 30 covers deterministic drafts with sampled verification, the one sampling scheme there is.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.support.tiny import tiny_target
+from tests.support.tiny_drafter import MASK_ID, drafter_config, make_drafter
+from trainer.eval.speculative import Sampling, speculative_generate
+from trainer.target.loader import load_target
+
+PROMPTS = [[5 + (7 * i + 3 * j) % 50 for j in range(1 + 3 * i)] for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_target(tiny_target(tmp_path_factory.mktemp("target")), device="cpu", dtype=torch.float32)
+
+
+class ScriptedDrafter:
+    """Drafts the target's own continuation, or anything but it."""
+
+    def __init__(self, target, continuation: list[int], *, is_right: bool, size: int = 4) -> None:
+        self.config = drafter_config(block_size=size)
+        self._head = target.head_weight_VD
+        self._tokens = continuation
+        self._shift = 0 if is_right else 1
+
+    def draft(self, new_features_TF, block_embeds_KD, cache, *, start):
+        tokens = [(self._tokens[start + k] + self._shift) % 97 for k in range(block_embeds_KD.shape[0])]
+        hidden = self._head[torch.tensor(tokens)] * 100
+        assert (hidden @ self._head.T).argmax(dim=1).tolist() == tokens
+        return hidden
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("stops", ["none", "early"])
+def test_golden_28_output_equals_the_targets_own(target, size: int, stops: str) -> None:
+    for index, prompt in enumerate(PROMPTS):
+        own = _greedy(target, prompt, 24)
+        # A token out of the middle of the continuation makes a stop that falls inside a block.
+        eos = {own[13]} if stops == "early" else set()
+        expected = own[: own.index(own[13]) + 1] if eos else own
+        drafter = make_drafter(seed=index, block_size=max(size, 2))
+
+        result = speculative_generate(
+            target, drafter, prompt, max_new_tokens=24, eos_ids=eos, block_size=size
+        )
+
+        assert result.token_ids == expected
+        assert result.stopped == bool(eos)
+
+
+def test_golden_28_output_equals_the_targets_own_with_a_good_drafter(target) -> None:
+    for prompt in PROMPTS:
+        own = _greedy(target, prompt, 40)
+        eos = {own[10]}
+        drafter = ScriptedDrafter(target, prompt + own, is_right=True)
+
+        result = speculative_generate(target, drafter, prompt, max_new_tokens=24, eos_ids=eos)
+
+        assert result.token_ids == own[: own.index(own[10]) + 1]
+
+
+def test_golden_29_block_of_one_is_plain_decoding(target) -> None:
+    result = speculative_generate(
+        target, make_drafter(), PROMPTS[2], max_new_tokens=10, eos_ids=(), block_size=1
+    )
+    plain = speculative_generate(target, None, PROMPTS[2], max_new_tokens=10, eos_ids=())
+
+    assert result.accept_counts == plain.accept_counts == [1] * 9
+    assert result.token_ids == plain.token_ids == _greedy(target, PROMPTS[2], 10)
+    assert result.draft_s == 0.0
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_golden_29_oracle_reaches_the_block_size_and_adversary_one(target, size: int) -> None:
+    tokens = PROMPTS[3] + _greedy(target, PROMPTS[3], 60)
+    oracle = ScriptedDrafter(target, tokens, is_right=True, size=size)
+    adversary = ScriptedDrafter(target, tokens, is_right=False, size=size)
+
+    best = speculative_generate(target, oracle, PROMPTS[3], max_new_tokens=33, eos_ids=())
+    worst = speculative_generate(target, adversary, PROMPTS[3], max_new_tokens=33, eos_ids=())
+
+    assert set(best.accept_counts) == {size}
+    assert best.acceptance_length == size
+    assert set(worst.accept_counts) == {1}
+    assert worst.acceptance_length == 1.0
+    assert best.token_ids == worst.token_ids == tokens[len(PROMPTS[3]) :][:33]
+
+
+def test_golden_30_sampled_output_follows_the_target(target) -> None:
+    prompt, temperature, draws = PROMPTS[1], 0.35, 500
+    drafter = make_drafter(seed=4, block_size=4)
+    generator = torch.Generator().manual_seed(11)
+    exact = _two_token_distribution(target, prompt, temperature)
+
+    seen = Counter(
+        tuple(
+            speculative_generate(
+                target,
+                drafter,
+                prompt,
+                max_new_tokens=2,
+                eos_ids=(),
+                block_size=3,
+                sampling=Sampling(temperature=temperature, generator=generator),
+            ).token_ids
+        )
+        for _ in range(draws)
+    )
+
+    # Pairs that are expected five times or more get a cell each, the rest share one.
+    common = {pair: p for pair, p in exact.items() if p * draws >= 5}
+    rest = 1.0 - sum(common.values())
+    cells = [(seen[pair], p * draws) for pair, p in common.items()]
+    cells.append((draws - sum(count for count, _ in cells), rest * draws))
+    statistic = sum((count - expected) ** 2 / expected for count, expected in cells)
+    freedom = len(cells) - 1
+    assert freedom >= 5
+    assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.7 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_golden_31_forwards_and_tokens_are_accounted_for(target, size: int) -> None:
+    for prompt in PROMPTS[:4]:
+        tokens = prompt + _greedy(target, prompt, 60)
+        drafter = ScriptedDrafter(target, tokens, is_right=True, size=size)
+
+        result = speculative_generate(target, drafter, prompt, max_new_tokens=21, eos_ids=())
+
+        assert result.target_forwards == 1 + len(result.accept_counts)
+        assert result.emitted == 1 + sum(result.accept_counts)
+        assert result.emitted - size < len(result.token_ids) == 21 <= result.emitted
+
+
+def test_golden_32_the_mask_rows_embedding_changes_drafts_only(tmp_path) -> None:
+    drafter = make_drafter(seed=2)
+    changed = load_target(tiny_target(tmp_path), device="cpu", dtype=torch.float32)
+    prompt = PROMPTS[4]
+    before, drafts_before = _with_drafts(changed, drafter, prompt)
+
+    with torch.no_grad():
+        changed.embed_weight_VD[MASK_ID] += 3.0
+    after, drafts_after = _with_drafts(changed, drafter, prompt)
+
+    assert drafts_before[0] != drafts_after[0]
+    assert before.token_ids == after.token_ids
+
+
+def _with_drafts(target, drafter, prompt):
+    """Decode, and note which tokens were drafted: a block's drafts are all but its first input token."""
+    drafts: list[list[int]] = []
+    step = target.step
+
+    @functools.wraps(step)
+    def spy(input_ids_1T, cache, layer_ids):
+        drafts.append(input_ids_1T[0, 1:].tolist())
+        return step(input_ids_1T, cache, layer_ids)
+
+    target.step = spy
+    try:
+        result = speculative_generate(target, drafter, prompt, max_new_tokens=16, eos_ids=())
+    finally:
+        target.step = step
+    return result, drafts[1:]
+
+
+def _greedy(target, prompt: list[int], count: int) -> list[int]:
+    """The target alone, without any cache: the whole sequence again for every token."""
+    out = list(prompt)
+    for _ in range(count):
+        logits, _ = target.step(torch.tensor([out]), target.new_cache(), ())
+        out.append(int(logits[-1].argmax()))
+    return out[len(prompt) :]
+
+
+def _two_token_distribution(target, prompt: list[int], temperature: float) -> dict[tuple[int, int], float]:
+    def next_token(ids: list[int]) -> list[float]:
+        logits, _ = target.step(torch.tensor([ids]), target.new_cache(), ())
+        return (logits[-1].double() / temperature).softmax(dim=-1).tolist()
+
+    exact: dict[tuple[int, int], float] = {}
+    for first, p in enumerate(next_token(prompt)):
+        if p > 1e-3:
+            exact |= {(first, second): p * q for second, q in enumerate(next_token([*prompt, first]))}
+    return exact
