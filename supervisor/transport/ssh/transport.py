@@ -1,0 +1,429 @@
+"""The SSH transport: one control connection and one for bulk copies, each with its own channel budget.
+
+A broken connection is thrown away and the next call connects afresh; a call that certainly has not run yet
+tries once more by itself. Every wait has a deadline. Commands are framed (`argv.Frame`), as neither exit
+status 255 nor -1 says whether a command ran. `pct` is stacked on `execute` and `start_channel`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import paramiko
+
+from supervisor.clock import Clock, SystemClock
+from supervisor.domain.errors import (
+    ConnectError,
+    OutcomeUnknownError,
+    SupervisorError,
+    TransportError,
+)
+from supervisor.transport import files
+from supervisor.transport.argv import BASE_ENV, Frame, HostCommand, check_argv, host_command
+from supervisor.transport.base import DEFAULT_MAX_OUTPUT, CommandResult, NodeProbe, Progress
+from supervisor.transport.deadline import Deadline
+from supervisor.transport.framing import FramedOutcome, StreamCollector, conclude
+from supervisor.transport.ssh.channels import Gate, SshChannel, Stream
+from supervisor.transport.ssh.connect import SshTarget, connect, translate
+
+T = TypeVar("T")
+
+CHANNELS_PER_CONNECTION = 6
+"""OpenSSH refuses the 11th session of a connection; the rest is room for sessions that are still closing."""
+
+_POOL_THREADS = 8
+_FEEDER_THREADS = 12
+_RETRY_BUSY_S = 0.05
+_LIVENESS_S = 5.0
+_FRESH_TRIES = 2
+_BUSY_CODES = (2, 4)  # connect failed, resource shortage: what sshd says above MaxSessions
+_LINK_ERRORS = (paramiko.SSHException, EOFError, OSError)
+
+_log = logging.getLogger(__name__)
+
+
+class _BusyError(Exception):
+    """The server refused a further session on this connection."""
+
+
+class _NotSentError(Exception):
+    """The connection broke before the command was sent; `cause` says how."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class _Lane:
+    """One connection of a kind (control, bulk): made when needed, shared by all callers."""
+
+    def __init__(self, name: str, channels: int) -> None:
+        self.name = name
+        self.gate = Gate(channels)
+        self.transport: paramiko.Transport | None = None
+        self.connecting: asyncio.Task[paramiko.Transport] | None = None
+        self.is_suspect = False
+
+
+class _Call:
+    """One framed command on its way."""
+
+    def __init__(self, argv: tuple[str, ...], deadline: Deadline, max_output: int) -> None:
+        self.argv = argv
+        self.deadline = deadline
+        self.frame = Frame()
+        self.stdout = StreamCollector(self.frame, max_output)
+        self.stderr = StreamCollector(self.frame, max_output)
+        self.is_expired = False
+        self.cause: BaseException | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Both end markers arrived: nothing of the command's own can follow."""
+        return self.stdout.exit_code is not None and self.stderr.exit_code is not None
+
+    def outcome(self, status: int | None) -> FramedOutcome:
+        self.stdout.finish()
+        self.stderr.finish()
+        return FramedOutcome(
+            argv=self.argv,
+            stdout=self.stdout,
+            stderr=self.stderr,
+            channel_status=status,
+            is_expired=self.is_expired,
+            deadline_s=self.deadline.seconds,
+            cause=self.cause,
+        )
+
+
+class SshTransport:
+    """Runs commands on an SSH host as its user."""
+
+    def __init__(
+        self, target: SshTarget, *, clock: Clock | None = None, channels: int = CHANNELS_PER_CONNECTION
+    ) -> None:
+        self.target = target
+        self._clock = clock or SystemClock()
+        self._lanes = {name: _Lane(name, channels) for name in ("control", "bulk")}
+        self._pool = ThreadPoolExecutor(_POOL_THREADS, thread_name_prefix=f"ssh-{target.host}")
+        self._feeders = ThreadPoolExecutor(_FEEDER_THREADS, thread_name_prefix=f"ssh-feed-{target.host}")
+        self._background: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        deadline_s: float,
+        max_output: int = DEFAULT_MAX_OUTPUT,
+        is_read_only: bool = False,
+    ) -> CommandResult:
+        """Run to the end; see `Transport.run`."""
+        outcome = await self.execute(
+            check_argv(argv), stdin=stdin, deadline_s=deadline_s, max_output=max_output
+        )
+        return conclude(outcome, is_read_only=is_read_only)
+
+    async def open_channel(self, argv: Sequence[str], *, deadline_s: float) -> SshChannel:
+        """Start a command and keep its streams; returns once the host's shell has reached it."""
+        channel = await self.start_channel(check_argv(argv), deadline_s=deadline_s)
+        if await wait_begun(channel, argv, deadline_s):
+            return channel
+        text = channel.early_text or "no text"
+        await channel.close()
+        raise TransportError(f"{argv[0]} did not start on {self.target.host}: {text}", reason="ChannelClosed")
+
+    async def put(
+        self,
+        source: Path | bytes,
+        target: str,
+        *,
+        mode: int = 0o644,
+        progress: Progress | None = None,
+        deadline_s: float,
+    ) -> str:
+        """Copy to `target` over the bulk connection; see `Transport.put`."""
+        place = files.Target.at(target)
+        upload = files.Upload(source, on_this_loop(progress))
+        argv = files.put_argv(place, size=upload.size, mode=mode)
+        outcome = await self.execute(argv, stdin=upload.pieces(), deadline_s=deadline_s, lane="bulk")
+        upload.check()
+        return files.put_digest(conclude_copy(outcome, target), place, expected=upload.digest)
+
+    async def get(self, source: str, *, max_bytes: int, deadline_s: float) -> bytes:
+        """Read a file over the bulk connection; see `Transport.get`."""
+        argv = check_argv(files.get_argv(source, max_bytes=max_bytes))
+        outcome = await self.execute(argv, deadline_s=deadline_s, lane="bulk", max_output=max_bytes + 1)
+        return files.get_content(conclude_copy(outcome, source), source, max_bytes=max_bytes)
+
+    async def probe(self, *, deadline_s: float) -> NodeProbe:
+        """Run nothing but `true`, and name what stood in the way."""
+        try:
+            await self.run(["true"], deadline_s=deadline_s, is_read_only=True)
+        except SupervisorError as error:
+            return NodeProbe(is_reachable=False, reason=error.reason, message=error.message)
+        return NodeProbe(is_reachable=True, reason="Ok", message=f"ssh to {self.target.host} works")
+
+    async def close(self) -> None:
+        """Close both connections and end the threads."""
+        self._is_closed = True
+        for lane in self._lanes.values():
+            if lane.connecting is not None:
+                await asyncio.gather(lane.connecting, return_exceptions=True)
+            if lane.transport is not None:
+                self._discard(lane, lane.transport)
+        await asyncio.gather(*self._background, return_exceptions=True)
+        self._pool.shutdown(wait=False)
+        self._feeders.shutdown(wait=False)
+
+    async def execute(
+        self,
+        argv: tuple[str, ...],
+        *,
+        prefix: Sequence[str] = (),
+        env: Mapping[str, str] | None = BASE_ENV,
+        stdin: bytes | Iterable[bytes] = b"",
+        deadline_s: float,
+        max_output: int = DEFAULT_MAX_OUTPUT,
+        lane: str = "control",
+    ) -> FramedOutcome:
+        """Run one framed command behind `prefix` and return the evidence, whatever it is.
+
+        Raises:
+            ConnectError, AuthError, HostKeyError: it certainly did not run.
+        """
+        call = _Call(argv, Deadline(deadline_s, self._clock), max_output)
+        command = host_command(prefix, call.frame.script(argv, env=env))
+        stream = await self._start(self._lanes[lane], command, call)
+        if stream is None:
+            return call.outcome(None)
+        pieces = [stdin] if isinstance(stdin, bytes) else stdin
+        feeding = asyncio.create_task(
+            stream.feed(itertools.chain([command.preamble], pieces), call.deadline), name="ssh-stdin"
+        )
+        try:
+            await self._drain(self._lanes[lane], stream, call)
+            return call.outcome(None if call.is_complete or call.is_expired else await stream.status())
+        finally:
+            await stream.close()
+            await asyncio.gather(feeding, return_exceptions=True)
+
+    async def start_channel(
+        self,
+        argv: tuple[str, ...],
+        *,
+        prefix: Sequence[str] = (),
+        env: Mapping[str, str] | None = BASE_ENV,
+        deadline_s: float,
+    ) -> SshChannel:
+        """Open a channel for a long-lived command; the caller waits for its begin marker."""
+        call = _Call(argv, Deadline(deadline_s, self._clock), 0)
+        command = host_command(prefix, call.frame.channel_script(argv, env=env))
+        stream = await self._start(self._lanes["control"], command, call)
+        if stream is None:
+            raise OutcomeUnknownError(f"link lost while {argv[0]} was started", argv=argv) from call.cause
+        channel = SshChannel(self, stream, call.frame, argv)
+        if command.preamble:
+            await channel.send(command.preamble, deadline_s=call.deadline.remaining())
+        return channel
+
+    async def on_pool(self, function: Callable[[], T]) -> T:
+        """Run a short blocking call on this transport's threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+
+    async def on_feeders(self, function: Callable[[], T]) -> T:
+        """Run a call that may block while the peer takes no data."""
+        return await asyncio.get_running_loop().run_in_executor(self._feeders, function)
+
+    async def _start(self, lane: _Lane, command: HostCommand, call: _Call) -> Stream | None:
+        """A channel with the command sent on it; None when the link failed after it may have been sent."""
+        tries = _FRESH_TRIES
+        while True:
+            await lane.gate.enter(call.deadline)
+            stream = None
+            try:
+                stream = await self._start_once(lane, command, call)
+                return stream
+            except _BusyError as error:
+                lane.gate.learn_limit()
+                if call.deadline.remaining() <= _RETRY_BUSY_S:
+                    message = f"{self.target.host} refuses further sessions (MaxSessions)"
+                    raise ConnectError(message, reason="ChannelsBusy") from error
+            except _NotSentError as error:
+                tries -= 1
+                if tries == 0 or call.deadline.has_passed():
+                    raise translate(error.cause, self.target, doing="open a channel") from error.cause
+            finally:
+                if stream is None:
+                    await lane.gate.leave()
+            await self._clock.sleep(_RETRY_BUSY_S)
+
+    async def _start_once(self, lane: _Lane, command: HostCommand, call: _Call) -> Stream | None:
+        transport = await self._connection(lane, call.deadline)
+        is_sent = False
+
+        def start() -> paramiko.Channel:
+            nonlocal is_sent
+            channel = _open_session(transport, call.deadline.remaining())
+            is_sent = True
+            channel.exec_command(command.text)
+            return channel
+
+        starting = asyncio.ensure_future(self.on_pool(start))
+        try:
+            async with asyncio.timeout(call.deadline.remaining()):
+                channel = await asyncio.shield(starting)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            starting.add_done_callback(_close_late)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            self._check_alive(lane, transport)
+            call.is_expired = True
+            if not is_sent:
+                raise _NotSentError(error) from error
+            call.cause = error
+            return None
+        except _LINK_ERRORS as error:
+            self._discard(lane, transport)
+            if not is_sent:
+                raise _NotSentError(error) from error
+            call.cause = error
+            return None
+        return Stream(self, lane.gate, channel)
+
+    async def _drain(self, lane: _Lane, stream: Stream, call: _Call) -> None:
+        """Read both streams together until both end markers, the end of the channel, or the deadline."""
+        try:
+            async with asyncio.timeout(call.deadline.remaining()):
+                while not call.is_complete:
+                    out, err, is_over = await stream.read()
+                    call.stdout.feed(out)
+                    call.stderr.feed(err)
+                    if is_over:
+                        return
+        except TimeoutError as error:
+            call.is_expired, call.cause = True, error
+            if lane.transport is not None:
+                self._check_alive(lane, lane.transport)
+        except _LINK_ERRORS as error:
+            call.cause = error
+
+    async def _connection(self, lane: _Lane, deadline: Deadline) -> paramiko.Transport:
+        """The lane's connection; all callers wait for the same attempt to make it."""
+        if self._is_closed:
+            raise ConnectError(f"transport to {self.target.host} is closed", reason="TransportClosed")
+        if lane.transport is not None and lane.transport.is_active():
+            return lane.transport
+        if lane.transport is not None:
+            self._discard(lane, lane.transport)
+        if lane.connecting is None:
+            lane.connecting = asyncio.create_task(self._connect(lane), name=f"ssh-connect-{lane.name}")
+            lane.connecting.add_done_callback(_retrieve)
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                return await asyncio.shield(lane.connecting)
+        except TimeoutError as error:
+            where = f"{self.target.host}:{self.target.port}"
+            message = f"no connection to {where} within {deadline.seconds:g} s"
+            raise ConnectError(message, reason="ConnectTimeout", deadline_s=deadline.seconds) from error
+
+    async def _connect(self, lane: _Lane) -> paramiko.Transport:
+        try:
+            lane.transport = await self.on_pool(lambda: connect(self.target))
+            _log.info("connected", extra={"host": self.target.host, "lane": lane.name})
+            return lane.transport
+        finally:
+            lane.connecting = None
+
+    def _check_alive(self, lane: _Lane, transport: paramiko.Transport) -> None:
+        """After a missed deadline: was the command slow or the link dead? A live server answers at once."""
+        if lane.is_suspect or lane.transport is not transport:
+            return
+        lane.is_suspect = True
+        self._spawn(self._prove_alive(lane, transport))
+
+    async def _prove_alive(self, lane: _Lane, transport: paramiko.Transport) -> None:
+        try:
+            channel = await self.on_pool(lambda: _open_session(transport, _LIVENESS_S))
+            await self.on_pool(channel.close)
+        except _BusyError:
+            return
+        except _LINK_ERRORS as error:
+            _log.warning("connection is dead", extra={"host": self.target.host, "cause": str(error)})
+            self._discard(lane, transport)
+        finally:
+            lane.is_suspect = False
+
+    def _discard(self, lane: _Lane, transport: paramiko.Transport) -> None:
+        """Forget a connection and close it; every channel on it ends."""
+        if lane.transport is transport:
+            lane.transport = None
+        self._spawn(self.on_pool(transport.close))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+async def wait_begun(channel: SshChannel, argv: Sequence[str], deadline_s: float) -> bool:
+    """Wait for the begin marker; False when the channel ended without it.
+
+    Raises:
+        OutcomeUnknownError: neither came in time; the channel is closed.
+    """
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await channel.wait_begun()
+    except TimeoutError as error:
+        await channel.close()
+        message = f"{argv[0]} did not start within {deadline_s:g} s"
+        raise OutcomeUnknownError(message, argv=tuple(argv), deadline_s=deadline_s) from error
+
+
+def conclude_copy(outcome: FramedOutcome, path: str) -> CommandResult:
+    """`conclude` for copies, whose repetition is harmless."""
+    try:
+        return conclude(outcome, is_read_only=False)
+    except SupervisorError as error:
+        raise files.harmless(error, path) from error
+
+
+def on_this_loop(progress: Progress | None) -> Progress | None:
+    """Bytes are sent from a thread; progress is told on the caller's event loop."""
+    if progress is None:
+        return None
+    loop = asyncio.get_running_loop()
+
+    def tell(done: int, total: int) -> None:
+        loop.call_soon_threadsafe(progress, done, total)
+
+    return tell
+
+
+def _open_session(transport: paramiko.Transport, timeout_s: float) -> paramiko.Channel:
+    try:
+        return transport.open_session(timeout=timeout_s)
+    except paramiko.ChannelException as error:
+        if error.code in _BUSY_CODES:
+            raise _BusyError(str(error)) from error
+        raise
+
+
+def _close_late(starting: asyncio.Future[paramiko.Channel]) -> None:
+    """Close a channel that was opened after its caller had left."""
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().close()
+
+
+def _retrieve(task: asyncio.Task[paramiko.Transport]) -> None:
+    """Mark the error as seen: every waiter may have left by its own deadline."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,43 @@
+"""Fixtures that many test modules share, loaded by `tests/conftest.py`: test hosts and the network block."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.sshd import SshHost, require_test_bed
+
+_LOOPBACK = ("127.", "::1", "localhost", "0.0.0.0")
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The product runs on asyncio, and so do its tests."""
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _loopback_only() -> Iterator[None]:
+    """No test talks to a machine other than this one."""
+    patch = pytest.MonkeyPatch()
+    real = socket.socket.connect
+
+    def connect(self: socket.socket, address: object) -> None:
+        if self.family != socket.AF_UNIX and not str(address[0]).startswith(_LOOPBACK):  # type: ignore[index]
+            raise AssertionError(f"a test tried to reach {address}")
+        real(self, address)  # type: ignore[arg-type]
+
+    patch.setattr(socket.socket, "connect", connect)
+    yield
+    patch.undo()
+
+
+@pytest.fixture
+def ssh_host(tmp_path: Path) -> Iterator[SshHost]:
+    """A fresh host with a real sshd."""
+    require_test_bed()
+    with SshHost(tmp_path / "host") as host:
+        yield host
