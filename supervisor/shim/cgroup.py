@@ -1,0 +1,89 @@
+"""A cgroup v2 of the attempt's own, where the node allows one: whole-group kill and memory evidence.
+
+Used by the launcher and the per-attempt shim. A writable `/sys/fs/cgroup` proves nothing (with v1 it is a
+tmpfs), so a group counts only when it lies under the shim's own `0::` line and the new folder holds
+`cgroup.kill`. Without one, session and subreaper do the work and OOM evidence is unknown, not false.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+
+def own_group() -> str | None:
+    """Folder of this process's v2 cgroup, or None where there is no v2 hierarchy."""
+    try:
+        with open("/proc/self/cgroup", encoding="utf-8") as file:
+            lines = file.read().splitlines()
+        with open("/proc/self/mountinfo", encoding="utf-8") as file:
+            mounts = [line.split() for line in file]
+    except OSError:
+        return None
+    paths = [line[3:] for line in lines if line.startswith("0::")]
+    if not paths or ".." in paths[0].split("/"):
+        return None
+    for fields in mounts:
+        if fields[fields.index("-") + 1] == "cgroup2":
+            base = fields[3].rstrip("/")
+            inside = paths[0][len(base) :] if paths[0].startswith(base) else paths[0]
+            return os.path.join(fields[4], inside.lstrip("/")).rstrip("/")
+    return None
+
+
+def create_group(attempt_id: str) -> str | None:
+    """Make the attempt's group; None where it cannot be made or has no `cgroup.kill`."""
+    parent = own_group()
+    if parent is None:
+        return None
+    path = os.path.join(parent, "dflash-" + attempt_id)
+    try:
+        os.mkdir(path)
+    except OSError:
+        return None
+    if os.path.exists(os.path.join(path, "cgroup.kill")):
+        return path
+    remove_group(path)
+    return None
+
+
+def enter_group(path: str) -> None:
+    """Move the calling process into the group."""
+    with open(os.path.join(path, "cgroup.procs"), "w", encoding="ascii") as file:
+        file.write("0")
+
+
+def kill_group(path: str) -> bool:
+    """SIGKILL everything in the group at once; False if the kernel refused."""
+    try:
+        with open(os.path.join(path, "cgroup.kill"), "w", encoding="ascii") as file:
+            file.write("1")
+    except OSError:
+        return False
+    return True
+
+
+def remove_group(path: str, attempts: int = 20) -> bool:
+    """Remove the group's folder; a just-ended process may keep it busy for a moment."""
+    for _ in range(attempts):
+        try:
+            os.rmdir(path)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return True
+    return False
+
+
+def oom_kills(path: str | None) -> int | None:
+    """Number of OOM kills the group's `memory.events` has counted, None where it has no such file."""
+    if path is None:
+        return None
+    with contextlib.suppress(OSError, ValueError), open(os.path.join(path, "memory.events")) as file:
+        for line in file:
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
