@@ -66,6 +66,7 @@ class Agent:
             "signal": self._signal,
             "watch": self._watch,
             "probe": lambda request: probe.probe(self.root, request),
+            "paths": probe.look_at_paths,
             "fingerprint": lambda request: probe.fingerprint(request.get("python")),
             "processes": lambda request: probe.processes(self.root, request.get("python")),
         }

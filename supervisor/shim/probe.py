@@ -19,6 +19,7 @@ from .samplers import script_argv
 
 CHILD_DEADLINE_S = 60.0
 MODULE_DEADLINE_S = 120.0
+MAX_PATHS = 500
 
 CAPABILITY_MODULES = {
     "nvml": "pynvml",
@@ -50,6 +51,20 @@ def probe(root: str, request: dict[str, Any]) -> dict[str, Any]:
         "machine": platform.machine(),
         "agent_python": platform.python_version(),
     }
+
+
+def look_at_paths(request: dict[str, Any]) -> dict[str, Any]:
+    """What lies at each path, and what room there is; no child process, so it may precede every launch."""
+    found: dict[str, Any] = {}
+    for path in _names(request, "paths")[:MAX_PATHS]:
+        found[path] = {
+            "exists": os.path.lexists(path),
+            "is_file": os.path.isfile(path),
+            "is_dir": os.path.isdir(path),
+            "executable": os.path.isfile(path) and os.access(path, os.X_OK),
+            "disk": _disk(path),
+        }
+    return {"paths": found}
 
 
 def fingerprint(python: Any) -> dict[str, Any]:
