@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import posixpath
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,10 @@ import structlog
 
 from supervisor.clock import Clock
 from supervisor.domain.errors import (
-    CommandFailedError,
     ConnectError,
     ContainerError,
     DeployError,
+    NotRunningError,
     ShimError,
     SupervisorError,
     TransportError,
@@ -30,20 +30,22 @@ from supervisor.domain.errors import (
 from supervisor.domain.layout import Layout
 from supervisor.reconciler.reachability import Reachability, reconnect_delay_s
 from supervisor.reconciler.scripts import ensure_folder
-from supervisor.transport.agent import AgentClient
+from supervisor.transport.agent import AgentClient, build_shim_argv
 from supervisor.transport.base import Channel, Transport
 from supervisor.transport.bundle import ShimArchive
 
 log = structlog.get_logger(__name__)
 
-PING_PERIOD_S = 5.0
-PING_DEADLINE_S = 10.0
+PROBE_DEADLINE_S = 10.0
 OPEN_DEADLINE_S = 20.0
 PUSH_DEADLINE_S = 120.0
 TCP_TRY_PERIOD_S = 5.0
 TCP_TRY_DEADLINE_S = 3.0
 
-Frame = dict[str, Any]
+_NO_SHIM = "can't open file"
+"""What every Python says of a missing program file."""
+
+Frame = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,8 +192,10 @@ class NodeConnection:
         """Start the agent; push the shim first where it is missing."""
         try:
             await self._start_agent()
-        except (ShimError, CommandFailedError) as error:
-            log.info("agent did not start, pushing the shim", node=self.address.name, error=str(error))
+        except TransportError as error:
+            if _NO_SHIM not in str(error.data.get("stderr", "")):
+                raise
+            log.info("pushing the shim", node=self.address.name)
             await self._drop_agent()
             await self.ensure_shim()
             await self._start_agent()
@@ -200,7 +204,7 @@ class NodeConnection:
         await self._listener.on_open(self)
 
     async def _start_agent(self) -> None:
-        argv = [self.address.python, self.shim_path, "serve", "--root", self.address.root]
+        argv = build_shim_argv(self.address.python, self.shim_path, "serve", self.address.root)
 
         async def open_channel() -> Channel:
             return await self.transport.open_channel(argv, deadline_s=OPEN_DEADLINE_S)
@@ -210,29 +214,22 @@ class NodeConnection:
         self._agent = client
         await client.open(deadline_s=OPEN_DEADLINE_S)
 
-    def _on_frame(self, frame: Frame) -> None:
+    def _on_frame(self, frame: Mapping[str, Any]) -> None:
         self._listener.on_frame(self, frame)
 
     async def _stay(self) -> SupervisorError:
-        """Ask for a sign of life until it fails; returns the failure."""
-        while True:
-            self._wake.clear()
-            await self._nap(PING_PERIOD_S)
-            try:
-                await self.request("ping", deadline_s=PING_DEADLINE_S)
-            except ShimError:
-                pass  # an agent that refuses a request answers, and that is what was asked
-            except (TransportError, ContainerError) as error:
-                await self._drop_agent()
-                return await self._explain(error)
-            self.reach.note_success(self._clock.now())
+        """Wait for the end of the link, noticed by the agent client's pings; returns the cause."""
+        assert self._agent is not None
+        failure = await self._agent.wait_closed()
+        await self._drop_agent()
+        return await self._explain(failure or TransportError("agent connection closed", reason="AgentGone"))
 
     async def _explain(self, error: SupervisorError) -> SupervisorError:
-        """A lost channel says little: ask the transport whether the container is the obstacle."""
-        probe = await self.transport.probe(deadline_s=PING_DEADLINE_S)
-        if probe.is_reachable or probe.container_status is None:
-            return error
-        return ContainerError(probe.message, reason=probe.reason)
+        """A lost channel says little: ask the transport whether host or container is the obstacle."""
+        probe = await self.transport.probe(deadline_s=PROBE_DEADLINE_S)
+        if probe.container_status == "stopped":
+            return NotRunningError(probe.message)
+        return error
 
     async def _note_failure(self, error: SupervisorError) -> None:
         changed = self.reach.note_failure(error, self._clock.now(), self._clock.monotonic())
@@ -281,7 +278,6 @@ class NodeConnection:
 
 
 BuildTransport = Callable[[NodeAddress], Transport]
-LoadAddresses = Callable[[], Awaitable[list[NodeAddress]]]
 
 
 class Connections:
@@ -301,7 +297,7 @@ class Connections:
         self._listener = listener
         self._by_id: dict[str, NodeConnection] = {}
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[NodeConnection]:
         return iter(tuple(self._by_id.values()))
 
     def find(self, node_id: str) -> NodeConnection | None:

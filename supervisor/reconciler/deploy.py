@@ -1,0 +1,429 @@
+"""Carries out deploy operations: shim, release, installer and environment onto a node, verified, then current.
+
+Started by `operations` for each pending deploy. Every thing that arrives is content-addressed and complete or
+absent, so the same operation may be run again after a crash at any point and picks up where it was. Nothing
+that runs on the node is touched: live attempts keep the pair they were started with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import posixpath
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sqlmodel import Session, func, select
+
+from supervisor.domain.deploy import environment_digest, lock_digest
+from supervisor.domain.errors import ConfigError, DeployError, NotFoundError
+from supervisor.reconciler import leases
+from supervisor.reconciler.capabilities import probe_capabilities
+from supervisor.reconciler.connections import NodeConnection
+from supervisor.reconciler.crash import crash
+from supervisor.reconciler.environments import EnvironmentBuilder, EnvironmentPlan, torch_requirement_for
+from supervisor.reconciler.preflight import check_node
+from supervisor.reconciler.scripts import ensure_folder, run_script
+from supervisor.store.events import now_of, record_event
+from supervisor.store.tables import Deployment, Environment, Node, Operation, Release
+from supervisor.store.writer import Store
+from supervisor.transport.bundle import ReleaseArchive, build_release
+
+SCRIPT_DEADLINE_S = 120.0
+SELFTEST_DEADLINE_S = 600.0
+PUSH_DEADLINE_S = 900.0
+BUNDLED = "bundled"
+
+ReportProgress = Callable[[str, str, int | None, int | None], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploySources:
+    """Where the bundled things lie on the control machine."""
+
+    trainer_folder: Path
+    lock_file: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeployRequest:
+    """A deploy operation's parameters, resolved."""
+
+    operation_id: str
+    node: Node
+    actor: str
+    source: str
+    lock: str | None
+    python: str | None
+    """An external interpreter: then there is no lock and nothing is built."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Pair:
+    """What a deploy brought: the rows to be written."""
+
+    release: Release | None = None
+    environment: Environment | None = None
+    capabilities: dict[str, Any] = field(default_factory=dict)
+    is_new: bool = False
+
+
+class Deployer:
+    """Runs one deploy on one node."""
+
+    def __init__(
+        self,
+        store: Store,
+        connection: NodeConnection,
+        sources: DeploySources,
+        *,
+        owner: str,
+        report: ReportProgress,
+    ) -> None:
+        self._store = store
+        self._connection = connection
+        self._transport = connection.transport
+        self._layout = connection.address.layout
+        self._sources = sources
+        self._owner = owner
+        self._report = report
+
+    async def run(self, request: DeployRequest) -> dict[str, Any]:
+        """Deploy; returns the operation's result.
+
+        Raises:
+            SupervisorError: with reason and remedy; the node's current pair is unchanged.
+        """
+        node_id = request.node.id
+        token = await self._store.write(lambda session: leases.claim(session, Node, node_id, self._owner))
+        if token is None:
+            raise DeployError(
+                f"node {request.node.name} is being deployed to by another worker",
+                reason="DeployInProgress",
+                hint="wait for that operation to end",
+            )
+        crash("deploy.after_claim")
+        keeper = asyncio.create_task(self._keep_lease(node_id, token))
+        try:
+            pair = await self._bring(request)
+            return await self._store.write(lambda session: self._apply(session, request, pair, token))
+        finally:
+            keeper.cancel()
+            await self._store.write(lambda session: leases.release(session, Node, node_id, token))
+
+    async def _keep_lease(self, node_id: str, token: str) -> None:
+        while True:
+            await asyncio.sleep(leases.LEASE_S / 3)
+            await self._store.write(lambda session: leases.renew(session, Node, node_id, token))
+
+    async def _bring(self, request: DeployRequest) -> Pair:
+        pair = Pair()
+        archive, lock_text = await asyncio.to_thread(self._read_sources, request)
+        python = request.python or self._connection.address.python
+        facts = await self._check(request)
+        await self._connection.ensure_shim()
+        crash("deploy.after_shim")
+        if archive is not None:
+            pair.release = _release_row(request.source, archive)
+            pair.is_new |= await self._bring_release(archive)
+            crash("deploy.after_release")
+        if request.python is not None:
+            pair.environment = await self._use_external(request.python, pair.release)
+        elif lock_text is not None:
+            plan = self._plan(request, lock_text, python, facts)
+            pair.environment = _environment_row(plan, self._layout.python(plan.digest), facts)
+            pair.is_new |= await self._bring_environment(plan, pair.release)
+        crash("deploy.after_environment")
+        self._report("capabilities", "probing capabilities", None, None)
+        if pair.environment is not None:
+            pair.capabilities = await probe_capabilities(self._connection, pair.environment.python)
+        if pair.release is not None:
+            await self._switch(pair.release.digest)
+        crash("deploy.after_switch")
+        return pair
+
+    def _read_sources(self, request: DeployRequest) -> tuple[ReleaseArchive | None, str | None]:
+        archive = None
+        if request.source != "none":
+            folder = self._sources.trainer_folder if request.source == BUNDLED else Path(request.source)
+            if not folder.is_dir():
+                raise ConfigError(
+                    f"no such trainer folder: {folder}",
+                    reason="SourceNotFound",
+                    hint="give the folder of a trainer package, or `bundled`",
+                    field="source",
+                    value=request.source,
+                )
+            archive = build_release(folder)
+        if request.lock is None:
+            return archive, None
+        lock = self._sources.lock_file if request.lock == BUNDLED else Path(request.lock)
+        try:
+            return archive, lock.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read the lock: {lock}: {error.strerror}",
+                reason="LockNotFound",
+                hint="give the path of a lock with hashes on the supervisor's machine, or `bundled`",
+                field="lock",
+                value=request.lock,
+            ) from error
+
+    async def _check(self, request: DeployRequest) -> dict[str, Any]:
+        self._report("preflight", "checking the node", None, None)
+        report = await check_node(self._connection, needs_installer=request.python is None)
+        await self._store.write(lambda session: save_report(session, request.node.id, report))
+        if not report.is_passed:
+            first = report.failures()[0]
+            raise DeployError(
+                f"node {request.node.name} cannot take a deploy: {report.summary()}",
+                reason=first.reason,
+                hint=first.remedy,
+                findings=[item.to_json() for item in report.failures()],
+            )
+        return report.facts
+
+    async def _bring_release(self, archive: ReleaseArchive) -> bool:
+        relative = posixpath.join("releases", archive.digest, "manifest.json")
+        if (await self._inspect(release=relative))["release"]:
+            return False
+        size = len(archive.data)
+        target = f"{self._layout.temporary}/release-{archive.digest}-{secrets.token_hex(4)}.tar.gz"
+        self._report("release", "sending the release", 0, size)
+        await ensure_folder(self._transport, self._layout.temporary)
+        await self._transport.put(
+            archive.data,
+            target,
+            progress=lambda done, total: self._report("release", "sending the release", done, total),
+            deadline_s=PUSH_DEADLINE_S,
+        )
+        await run_script(
+            self._transport,
+            self._connection.address.python,
+            "unpack",
+            [target, self._layout.root, archive.digest],
+            deadline_s=SCRIPT_DEADLINE_S,
+        )
+        return True
+
+    def _plan(
+        self, request: DeployRequest, lock_text: str, python: str, facts: dict[str, Any]
+    ) -> EnvironmentPlan:
+        torch = torch_requirement_for(lock_text, is_bundled_source=request.source == BUNDLED)
+        node = request.node
+        source = (node.torch_index_url or node.find_links) if torch else None
+        return EnvironmentPlan(
+            digest=environment_digest(
+                lock_text,
+                torch_requirement=f"{torch} from {source}" if torch else None,
+                python=str(facts["python"]["version"]),
+                platform=f"{facts['platform']}-{facts['machine']}-{'-'.join(facts['libc'])}",
+            ),
+            lock_text=lock_text,
+            torch_requirement=torch,
+            python=python,
+            find_links=node.find_links,
+            torch_index_url=node.torch_index_url,
+        )
+
+    async def _bring_environment(self, plan: EnvironmentPlan, release: Release | None) -> bool:
+        builder = EnvironmentBuilder(
+            self._transport, self._layout, python=self._connection.address.python, report=self._report
+        )
+        python = self._layout.python(plan.digest)
+        is_new = await builder.build(plan)
+        try:
+            result = await self._selftest(python, release)
+        except DeployError:
+            if is_new:
+                await builder.discard(plan.digest)
+            raise
+        if is_new:
+            record = {
+                "v": 1,
+                "digest": plan.digest,
+                "python": result["python"],
+                "torch_requirement": plan.torch_requirement,
+            }
+            await builder.complete(plan.digest, record)
+        return is_new
+
+    async def _use_external(self, python: str, release: Release | None) -> Environment:
+        await self._selftest(python, release)
+        digest = environment_digest(
+            "", torch_requirement=None, python=f"external:{python}", platform=self._connection.address.id
+        )
+        return Environment(digest=digest, kind="external", python=python)
+
+    async def _selftest(self, python: str, release: Release | None) -> dict[str, Any]:
+        """Byte-compile and import by the environment's own interpreter."""
+        self._report("self-test", "importing the release with its environment", None, None)
+        folder = self._layout.release(release.digest) if release is not None else None
+        modules = ["trainer.__main__"] if release is not None else []
+        request = json.dumps({"release": folder, "modules": modules})
+        result = await run_script(
+            self._transport, python, "selftest", [request], deadline_s=SELFTEST_DEADLINE_S
+        )
+        problem = describe_selftest(result)
+        if problem is not None:
+            raise problem
+        return result
+
+    async def _inspect(self, **want: str) -> dict[str, bool]:
+        found = await self._finish("inspect", want=want)
+        value: dict[str, bool] = found["found"]
+        return value
+
+    async def _switch(self, digest: str) -> None:
+        await self._finish("switch", target=posixpath.join("releases", digest))
+
+    async def _finish(self, action: str, **fields: Any) -> dict[str, Any]:
+        request = json.dumps({"action": action, "root": self._layout.root, **fields})
+        return await run_script(
+            self._transport,
+            self._connection.address.python,
+            "finish",
+            [request],
+            deadline_s=SCRIPT_DEADLINE_S,
+        )
+
+    def _apply(self, session: Session, request: DeployRequest, pair: Pair, token: str) -> dict[str, Any]:
+        """Write rows, make the pair current, tell it; nothing when the same pair was current already."""
+        node = leases.require(session, Node, request.node.id, token)
+        assert isinstance(node, Node)
+        release = pair.release and pair.release.digest
+        environment = pair.environment and pair.environment.digest
+        current = session.get(Deployment, node.current_deployment_id or "")
+        is_same = (
+            current is not None
+            and current.release_digest == release
+            and current.environment_digest == environment
+        )
+        result = {"release": release, "environment": environment, "unchanged": is_same}
+        if is_same:
+            assert current is not None
+            current.capabilities = pair.capabilities
+            session.add(current)
+            return {**result, "deployment": current.id}
+        for row in (pair.release, pair.environment):
+            if row is not None:
+                row.created_at = now_of(session)
+                session.merge(row)
+        session.flush()
+        deployment = _deployment_row(session, node, request, pair)
+        session.add(deployment)
+        node.current_deployment_id = deployment.id
+        node.updated_at = now_of(session)
+        node.version += 1
+        session.add(node)
+        record_event(
+            session,
+            actor=request.actor,
+            subject=f"node/{node.name}",
+            reason="Deployed",
+            message=f"release {_short(release)} and environment {_short(environment)} became current",
+            data={**result, "source": request.source, "lock": request.lock},
+            node_id=node.id,
+            operation_id=request.operation_id,
+        )
+        return {**result, "deployment": deployment.id}
+
+
+def load_request(session: Session, operation: Operation) -> DeployRequest:
+    """The operation's parameters with its node.
+
+    Raises:
+        NotFoundError: the node is gone.
+    """
+    node = session.get(Node, operation.node_id or "")
+    if node is None:
+        raise NotFoundError("the node of this deploy was deleted", kind="node", name=operation.node_id)
+    params = operation.params
+    python = params.get("python")
+    return DeployRequest(
+        operation_id=operation.id,
+        node=node,
+        actor=operation.actor,
+        source=params.get("source") or BUNDLED,
+        lock=None if python else (params.get("lock") or BUNDLED),
+        python=python,
+    )
+
+
+def save_report(session: Session, node_id: str, report: Any) -> None:
+    """Store a node check's findings and facts."""
+    node = session.get(Node, node_id)
+    if node is None:
+        return
+    node.check_report = report.to_json()
+    node.facts = {**node.facts, **report.facts}
+    node.checked_at = now_of(session)
+    node.version += 1
+    session.add(node)
+
+
+def describe_selftest(result: dict[str, Any]) -> DeployError | None:
+    """What the environment's own interpreter could not do, or None."""
+    if result["compile_error"]:
+        return DeployError(
+            f"the release does not compile with Python {result['python']}: {result['compile_error']}",
+            reason="CompileFailed",
+            hint="fix the trainer's source, or use an environment with a newer Python",
+        )
+    for module, error in result["import_errors"].items():
+        is_missing = error["type"] == "ModuleNotFoundError"
+        return DeployError(
+            f"the environment cannot import {module}: {error['type']}: {error['message']}",
+            reason="MissingModule" if is_missing else "ImportFailed",
+            hint="add the missing package to the lock and deploy again"
+            if is_missing
+            else "read the traceback; the environment was not made current",
+            traceback=error["traceback"],
+        )
+    return None
+
+
+def _release_row(source: str, archive: ReleaseArchive) -> Release:
+    return Release(
+        digest=archive.digest,
+        source=source,
+        manifest=dict(archive.manifest),
+        size_bytes=len(archive.data),
+        source_commit=archive.manifest.get("source_commit"),
+    )
+
+
+def _environment_row(plan: EnvironmentPlan, python: str, facts: dict[str, Any]) -> Environment:
+    return Environment(
+        digest=plan.digest,
+        kind="built",
+        lock_digest=lock_digest(plan.lock_text),
+        lock_text=plan.lock_text,
+        python=python,
+        torch_requirement=plan.torch_requirement,
+        platform=f"{facts['platform']}-{facts['machine']}",
+    )
+
+
+def _deployment_row(session: Session, node: Node, request: DeployRequest, pair: Pair) -> Deployment:
+    last = session.exec(select(func.max(Deployment.sequence)).where(Deployment.node_id == node.id)).one()
+    now = now_of(session)
+    return Deployment(
+        id=f"d{secrets.token_hex(10)}",
+        node_id=node.id,
+        sequence=(last or 0) + 1,
+        release_digest=pair.release and pair.release.digest,
+        environment_digest=pair.environment and pair.environment.digest,
+        state="ready",
+        capabilities=pair.capabilities,
+        operation_id=request.operation_id,
+        created_at=now,
+        ready_at=now,
+    )
+
+
+def _short(digest: str | None) -> str:
+    return digest[:12] if digest else "none"
