@@ -31,6 +31,7 @@ CAPABILITIES = [
     "ack",
     "fingerprint",
     "list",
+    "paths",
     "ping",
     "probe",
     "processes",
