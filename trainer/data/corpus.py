@@ -8,6 +8,7 @@ torch or know models.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -140,6 +141,13 @@ class Corpus(Sequence[Sample]):
         position = range(len(self))[index]
         start, end = self.offsets[position], self.offsets[position + 1]
         return Sample(self._tokens[start:end], self._mask[start:end], self._domains[position])
+
+    def digest(self) -> str:
+        """Identify the content: SHA-256 over lengths, tokens and masks, independent of file names."""
+        digest = hashlib.sha256(self.offsets.tobytes())
+        digest.update(self._tokens.tobytes())
+        digest.update(self._mask.tobytes())
+        return digest.hexdigest()
 
     @property
     def lengths(self) -> NDArray[np.int64]:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class BatchPlanItem:
     """One batch of the epoch plan: which samples are run through the target together.
 
-    `pack_id` is unique and stable within an epoch (0..n-1 in plan order); `bucket` indexes the length buckets.
+    `pack_id` is unique and stable within an epoch (0..n-1 in plan order); `bucket` indexes the length
+    buckets.
     """
 
     epoch: int

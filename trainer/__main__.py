@@ -1,0 +1,165 @@
+"""The command line of the trainer: `dflash-train` and `python -m trainer`.
+
+Parses flags, calls one command, maps errors to exit codes. Heavy imports (torch, transformers) happen inside
+the chosen command only, after its flags are checked, so that help and mistakes answer at once. Must not hold
+any logic of a command.
+
+Exit codes: 0 finished, 9 stopped on request, others by class of error (see `trainer.errors`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.config import SECTIONS
+from trainer.errors import ConfigError, TrainerError
+from trainer.flags import FLAGS, Flag, resolve, set_allocator_defaults
+from trainer.lifecycle.exits import describe, exit_code, translate
+
+_LOG = logging.getLogger("trainer")
+
+COMMANDS = {
+    "train": ("train a drafter", ""),
+    "prepare": ("turn chats into tokenized, loss-masked training data", "trainer.data.prepare"),
+    "generate": ("let the target itself complete prompts", "trainer.data.generate"),
+    "eval": ("measure acceptance length by real speculative decoding", "trainer.eval.command"),
+    "export": ("write or check an exported drafter", "trainer.eval.export_command"),
+}
+"""Each command: what it does, and the module whose `add_arguments` and `run_<command>` carry it out."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports mistakes as `ConfigError`, so that they end like every other wrong setting."""
+
+    def error(self, message: str) -> Any:
+        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code, or ends the process with it when `argv` is None."""
+    if argv is None:
+        _leave(_run_guarded(sys.argv[1:]))
+    return _run_guarded(list(argv or ()))
+
+
+def _run_guarded(words: list[str]) -> int:
+    _open_log()
+    try:
+        return _run(words)
+    except TrainerError as error:
+        return _fail(error)
+    except Exception as error:  # noqa: BLE001 - the process boundary: everything gets an exit code and a line
+        _LOG.exception("unexpected error")
+        return _fail(translate(error))
+
+
+def build_train_parser() -> argparse.ArgumentParser:
+    """Return the parser of `train`; its flags are `flags.FLAGS` plus `--config` and `--set`."""
+    parser = _Parser(
+        prog="dflash-train train",
+        allow_abbrev=False,
+        description="Train a drafter. Further settings are keys of the TOML file (see --set).",
+    )
+    parser.add_argument("--config", metavar="FILE.toml", help="TOML file with any of the keys")
+    parser.add_argument(
+        "--set",
+        metavar="TABLE.KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="set one key; may be given several times",
+    )
+    for flag in FLAGS:
+        shape: dict[str, Any] = {"metavar": "VALUE"} if flag.constant is None else {"action": "store_true"}
+        parser.add_argument(
+            flag.name, dest=flag.name, default=argparse.SUPPRESS, help=_help_of(flag), **shape
+        )
+    return parser
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(_usage())
+        return 0 if words else ConfigError.exit_code
+    command = words[0]
+    if command not in COMMANDS:
+        raise ConfigError(f"unknown command: {command}; choose one of {', '.join(COMMANDS)}")
+    if command == "train":
+        return _train(words[1:])
+    parser = _Parser(prog=f"dflash-train {command}", allow_abbrev=False, description=COMMANDS[command][0])
+    module = importlib.import_module(COMMANDS[command][1])
+    module.add_arguments(parser)
+    code: int = getattr(module, f"run_{command}")(parser.parse_args(words[1:]))
+    return code
+
+
+def _train(words: list[str]) -> int:
+    given = vars(build_train_parser().parse_args(words))
+    toml_path, overrides = given.pop("config"), given.pop("overrides")
+    resolved = resolve(given, toml_path=toml_path, overrides=overrides)
+    set_allocator_defaults()
+    trainer = importlib.import_module("trainer.train").Trainer(resolved)
+    code: int = trainer.train()
+    return code
+
+
+def _fail(error: BaseException) -> int:
+    _LOG.error("%s", describe(error))
+    return exit_code(error)
+
+
+def _help_of(flag: Flag) -> str:
+    """Say what a flag does and what holds without it."""
+    table, name = flag.key.split(".")
+    field = SECTIONS[table].__dataclass_fields__[name]
+    text = str(field.metadata["doc"]).replace("%", "%%")
+    if flag.constant is not None:
+        return f"same as {flag.key} = {str(flag.constant).lower()}: {text}"
+    default = field.default
+    return f"{text} (default {default})" if default not in ("", None, ()) else text
+
+
+def _usage() -> str:
+    lines = ["usage: dflash-train COMMAND [flags]", ""]
+    lines += [f"  {name:<10} {text}" for name, (text, _) in COMMANDS.items()]
+    lines += [
+        "",
+        "examples:",
+        "  dflash-train train --target-model DIR --data-dir DIR --output-dir DIR",
+        "  dflash-train eval --target-model DIR --drafter DIR --prompts FILE.jsonl",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _open_log() -> None:
+    """Send readable lines to stdout, unbuffered by line."""
+    logging.basicConfig(
+        stream=sys.stdout,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(threadName)s %(message)s",
+        force=True,
+    )
+    for noisy in ("transformers", "wandb", "urllib3"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _leave(code: int) -> None:
+    """End the process; threads that still run (an abandoned save, a hung worker) must not hold it up."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if threading.active_count() > 1:
+        os._exit(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

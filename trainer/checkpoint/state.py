@@ -1,0 +1,162 @@
+"""The training state: everything a resumed run needs to go on as if it had never stopped.
+
+Owns the content of a `state/step-*` folder (`state.json` and `tensors.safetensors`) and the comparison of a
+stored state with the run that wants to continue it. Called by `trainer.train`. No pickle, ever.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trainer.errors import CheckpointError
+
+STATE_VERSION = 1
+STATE_FILE = "state.json"
+TENSOR_FILE = "tensors.safetensors"
+
+REFUSED_FIELDS = (
+    "data.",
+    "drafter.",
+    "target.mask_token_id",
+    "target.target_layer_ids",
+    "optim.seed",
+    "optim.grad_accum",
+)
+"""Key prefixes whose change makes a stored state meaningless: other shapes, or another plan of packs."""
+RECORDED_FIELDS = ("loss.", "optim.", "queue.ordered", "devices.")
+"""Key prefixes whose change is allowed and recorded field by field."""
+
+
+class ConsumedPacks:
+    """Which packs of which epoch went into completed optimizer steps: one bitmap per epoch."""
+
+    def __init__(self, packs_per_epoch: int, epochs: int) -> None:
+        self._bits = np.zeros((epochs, packs_per_epoch), dtype=np.bool_)
+
+    def add(self, epoch: int, pack_id: int) -> None:
+        """Mark a pack; marking one twice is a defect of the pipeline and refused."""
+        if self._bits[epoch, pack_id]:
+            raise CheckpointError(f"pack {pack_id} of epoch {epoch} was consumed twice")
+        self._bits[epoch, pack_id] = True
+
+    def has(self, epoch: int, pack_id: int) -> bool:
+        """Tell whether a pack was consumed."""
+        return bool(self._bits[epoch, pack_id])
+
+    def count(self) -> int:
+        """Return how many packs were consumed in all epochs."""
+        return int(self._bits.sum())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the bitmaps of the epochs that were begun, eight packs to a byte."""
+        return {
+            f"consumed.epoch-{epoch:04d}": torch.from_numpy(np.packbits(bits))
+            for epoch, bits in enumerate(self._bits)
+            if bits.any()
+        }
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take stored bitmaps back; epochs beyond the planned ones are an error."""
+        packs = self._bits.shape[1]
+        for name, packed in tensors.items():
+            if not name.startswith("consumed.epoch-"):
+                continue
+            epoch = int(name.rsplit("-", 1)[1])
+            if epoch >= len(self._bits) or packed.numel() != -(-packs // 8):
+                raise CheckpointError(
+                    f"the state has consumed packs of epoch {epoch} in {packed.numel()} bytes, the plan has "
+                    f"{len(self._bits)} epochs of {packs} packs; raise --epochs or use --resume scratch"
+                )
+            self._bits[epoch] = np.unpackbits(packed.numpy(), count=packs).astype(np.bool_)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainState:
+    """One stored state. `meta` is plain JSON, `tensors` are on the CPU."""
+
+    step: int
+    tokens: int
+    meta: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+def write_state(state: TrainState, folder: Path) -> None:
+    """Write a state into a new folder (the store adds the manifest and publishes it)."""
+    folder.mkdir(parents=True)
+    save_file(dict(state.tensors), folder / TENSOR_FILE)
+    record = {"v": STATE_VERSION, "step": state.step, "tokens": state.tokens, **state.meta}
+    (folder / STATE_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def read_state(folder: Path) -> TrainState:
+    """Read a folder that `store.verify` accepted.
+
+    Raises:
+        CheckpointError: not a training state, or of a newer version.
+    """
+    try:
+        record = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        tensors = load_file(folder / TENSOR_FILE)
+        version, step, tokens = record.pop("v"), int(record.pop("step")), int(record.pop("tokens"))
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"not a training state: {folder} ({type(error).__name__}: {error})") from error
+    if version != STATE_VERSION:
+        raise CheckpointError(
+            f"training state {folder} has version {version}, this trainer reads {STATE_VERSION}"
+        )
+    return TrainState(step=step, tokens=tokens, meta=record, tensors=tensors)
+
+
+def compare(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    """Compare the run that wrote a state with the run that wants to continue it.
+
+    Args:
+        stored: `meta` of the state: `config` (nested tables), `data`, `target`, `world`.
+        present: the same of this run.
+
+    Returns:
+        One line per allowed difference, to be logged and recorded.
+
+    Raises:
+        CheckpointError: names every difference that cannot be continued.
+    """
+    refused: list[str] = []
+    recorded: list[str] = []
+    for part in ("data", "target"):
+        for key, was, now in _differences(stored.get(part, {}), present.get(part, {})):
+            refused.append(f"{part}.{key} was {was!r}, is {now!r}")
+    for table in sorted({*stored.get("config", {}), *present.get("config", {})}):
+        old, new = stored.get("config", {}).get(table, {}), present.get("config", {}).get(table, {})
+        for key, was, now in _differences(old, new):
+            text = f"{table}.{key} was {was!r}, is {now!r}"
+            if _matches(f"{table}.{key}", REFUSED_FIELDS):
+                refused.append(text)
+            elif _matches(f"{table}.{key}", RECORDED_FIELDS):
+                recorded.append(text)
+    for part in ("world", "versions", "code"):
+        for key, was, now in _differences(stored.get(part, {}), present.get(part, {})):
+            recorded.append(f"{part}.{key} was {was!r}, is {now!r}")
+    if refused:
+        raise CheckpointError(
+            f"the checkpoint belongs to another run: {'; '.join(refused)}; "
+            "restore these or use --resume scratch"
+        )
+    return recorded
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    return [(key, old.get(key), new.get(key)) for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+
+
+def _matches(key: str, prefixes: Sequence[str]) -> bool:
+    return any(key == prefix or (prefix.endswith(".") and key.startswith(prefix)) for prefix in prefixes)

@@ -1,0 +1,219 @@
+"""Folders of verified checkpoints: written whole, checked by hash, pruned by age.
+
+Layout: `<output-dir>/<lineage>/{state,export}/step-%08d/`, each with a `manifest.json` that lists every file
+with size and SHA-256 and is written last. A folder under its final name is complete or it does not exist.
+Called by `trainer.train`; what is inside a folder is known to `state` and `export` only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trainer.errors import CheckpointError
+
+_LOG = logging.getLogger(__name__)
+
+Kind = Literal["state", "export"]
+KINDS: tuple[Kind, ...] = ("state", "export")
+MANIFEST = "manifest.json"
+MANIFEST_VERSION = 1
+_STEP_NAME = re.compile(r"step-(\d{8,})")
+_LINEAGE_NAME = re.compile(r"lineage-(\d{4,})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The newest folder that verifies, and what was passed over with the reason of each."""
+
+    path: Path | None
+    step: int
+    skipped: tuple[str, ...]
+
+
+def _no_crash(_point: str) -> None:
+    """Do nothing: the crash points exist for tests."""
+
+
+class CheckpointStore:
+    """Saves and finds checkpoints of one lineage.
+
+    Args:
+        lineage_dir: `<output-dir>/<lineage>`.
+        crash_point: called with a name before each step of a save; tests end the process there.
+    """
+
+    def __init__(self, lineage_dir: Path, *, crash_point: Callable[[str], None] = _no_crash) -> None:
+        self.lineage_dir = lineage_dir
+        self._crash_point = crash_point
+
+    def prepare(self) -> None:
+        """Create the lineage and remove what an interrupted save left behind."""
+        for kind in KINDS:
+            folder = self.lineage_dir / kind
+            folder.mkdir(parents=True, exist_ok=True)
+            for leftover in folder.glob(".tmp-*"):
+                _LOG.info("removed an unfinished save: %s", leftover)
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def save(self, kind: Kind, step: int, fill: Callable[[Path], object]) -> Path:
+        """Publish one checkpoint folder and return its final path; `fill` writes it to the path it is given.
+
+        Raises:
+            CheckpointError: the disk refused; the earlier checkpoints are untouched.
+        """
+        final = self.lineage_dir / kind / f"step-{step:08d}"
+        temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}")
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            self._crash_point(f"{kind}.before_fill")
+            fill(temporary)
+            self._crash_point(f"{kind}.before_manifest")
+            self._write_manifest(temporary, step)
+            self._crash_point(f"{kind}.before_rename")
+            _set_aside(final)
+            temporary.rename(final)
+            self._crash_point(f"{kind}.before_parent_sync")
+            _sync(final.parent)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(
+                f"checkpoint cannot be written: {final} ({error.strerror or error}); free space or name "
+                "another --output-dir; earlier checkpoints are untouched"
+            ) from error
+        self._crash_point(f"{kind}.done")
+        return final
+
+    def steps(self, kind: Kind) -> list[int]:
+        """Return the steps that exist under their final name, ascending; they are not verified here."""
+        folder = self.lineage_dir / kind
+        if not folder.is_dir():
+            return []
+        names = (_STEP_NAME.fullmatch(entry.name) for entry in folder.iterdir())
+        return sorted(int(match.group(1)) for match in names if match)
+
+    def path(self, kind: Kind, step: int) -> Path:
+        """Return the final path of a step."""
+        return self.lineage_dir / kind / f"step-{step:08d}"
+
+    def find_newest(self, kind: Kind = "state") -> Found:
+        """Return the newest folder that verifies; damaged ones are named with their reason."""
+        skipped: list[str] = []
+        for step in reversed(self.steps(kind)):
+            path = self.path(kind, step)
+            try:
+                verify(path)
+            except CheckpointError as error:
+                skipped.append(str(error))
+                continue
+            return Found(path=path, step=step, skipped=tuple(skipped))
+        return Found(path=None, step=0, skipped=tuple(skipped))
+
+    def prune(self, keep: int) -> list[Path]:
+        """Remove all but the newest `keep` folders of each kind; the newest that verifies always stays."""
+        removed: list[Path] = []
+        for kind in KINDS:
+            surplus = self.steps(kind)[:-keep]
+            if surplus and self.find_newest(kind).step in surplus:
+                surplus.remove(self.find_newest(kind).step)
+            for step in surplus:
+                path = self.path(kind, step)
+                # renamed first: a half-deleted folder must not look like a damaged checkpoint
+                doomed = path.with_name(f".tmp-pruned-{path.name}")
+                path.rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+                removed.append(path)
+        return removed
+
+    def _write_manifest(self, folder: Path, step: int) -> None:
+        files = {}
+        for path in sorted(entry for entry in folder.rglob("*") if entry.is_file()):
+            files[path.relative_to(folder).as_posix()] = {
+                "size": path.stat().st_size,
+                "sha256": _sha256(path),
+            }
+            _sync(path)
+        manifest = {"v": MANIFEST_VERSION, "step": step, "created_at": time.time(), "files": files}
+        target = folder / MANIFEST
+        target.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        _sync(target)
+        _sync(folder)
+
+
+def verify(folder: Path) -> None:
+    """Compare a checkpoint folder with its manifest.
+
+    Raises:
+        CheckpointError: says what differs: no manifest, a missing, short, long or altered file.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = {
+            str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()
+        }
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {MANIFEST}: it was never finished") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder / MANIFEST} cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    if not files:
+        raise CheckpointError(f"{folder / MANIFEST} lists no files")
+    for name, (size, digest) in files.items():
+        path = folder / name
+        if not path.is_file() or path.is_symlink():
+            raise CheckpointError(f"{path} is missing")
+        if path.stat().st_size != size:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, the manifest says {size}")
+        if _sha256(path) != digest:
+            raise CheckpointError(f"{path} does not match its SHA-256 in the manifest")
+
+
+def list_lineages(output_dir: Path) -> list[str]:
+    """Return the lineages below the output folder, oldest first."""
+    if not output_dir.is_dir():
+        return []
+    matches = (_LINEAGE_NAME.fullmatch(entry.name) for entry in output_dir.iterdir() if entry.is_dir())
+    return [match.group(0) for match in sorted((m for m in matches if m), key=lambda m: int(m.group(1)))]
+
+
+def new_lineage(output_dir: Path) -> str:
+    """Return the next free lineage name; nothing is created or removed."""
+    existing = list_lineages(output_dir)
+    return f"lineage-{int(existing[-1].split('-')[1]) + 1 if existing else 0:04d}"
+
+
+def _set_aside(final: Path) -> None:
+    """Keep a folder that stands in the way (a damaged one, passed over at resume) under another name."""
+    if not final.exists():
+        return
+    number = 1
+    while (aside := final.with_name(f"{final.name}.replaced-{number}")).exists():
+        number += 1
+    _LOG.warning("%s exists already (damaged or of an abandoned branch), kept as %s", final, aside.name)
+    final.rename(aside)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,388 @@
+"""The trainer's configuration: frozen dataclasses and their checks.
+
+Owns every default, unit and range. `trainer.flags` builds a `TrainConfig` from flags, environment and TOML;
+everything else receives the finished object. Must not import torch or touch a model: a wrong value is refused
+before anything expensive happens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ConfigError
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """Declare one key: its default, what it means (with unit), and the values that can work."""
+    return field(default=default, metadata={"doc": doc, "ge": ge, "gt": gt, "le": le, "choices": choices})
+
+
+def _check_value(where: str, value: Any, meta: Mapping[str, Any]) -> None:
+    """Hold one value against its declared range; text is only held against `choices`."""
+    if meta["choices"] and value not in meta["choices"]:
+        raise ConfigError(f"{where} must be one of {', '.join(meta['choices'])}: {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if not math.isfinite(value):
+        raise ConfigError(f"{where} must be a finite number: {value}")
+    if meta["ge"] is not None and value < meta["ge"]:
+        raise ConfigError(f"{where} must be at least {meta['ge']}: {value}")
+    if meta["gt"] is not None and value <= meta["gt"]:
+        raise ConfigError(f"{where} must be above {meta['gt']}: {value}")
+    if meta["le"] is not None and value > meta["le"]:
+        raise ConfigError(f"{where} must be at most {meta['le']}: {value}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """A table of the TOML file; checks the declared ranges of its keys."""
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            _check_value(f"{_table_of(type(self))}.{item.name}", getattr(self, item.name), item.metadata)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PathsConfig(Section):
+    """Where the run reads and writes."""
+
+    target_model: str = setting("", "folder of the frozen target model (config.json, safetensors, tokenizer)")
+    data_dir: str = setting("", "folder or file of tokenized completions (Parquet, Arrow or JSONL)")
+    output_dir: str = setting(
+        "", "folder that receives <lineage>/{state,export}/step-*; created when missing"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DevicesConfig(Section):
+    """Which devices run the workers; `cpu` or CUDA indices separated by commas."""
+
+    target_gpus: str = setting("cpu", "devices of the target workers: cpu, or CUDA indices such as 0,1")
+    drafter_gpus: str = setting("cpu", "devices of the drafter workers: cpu, or CUDA indices such as 5")
+    target_dtype: str = setting(
+        "auto", "dtype of the target: auto = bf16 on CUDA, fp32 on CPU", choices=("auto", "fp32", "bf16")
+    )
+    drafter_dtype: str = setting(
+        "auto",
+        "dtype of the drafter's forward: auto = bf16 on CUDA, fp32 on CPU",
+        choices=("auto", "fp32", "bf16"),
+    )
+    cpu_threads: int = setting(0, "torch threads of each CPU worker; 0 = cores divided by CPU workers", ge=0)
+
+    def targets(self) -> tuple[str, ...]:
+        """Return the devices of the target workers, as torch names."""
+        return parse_devices("--target-gpus", self.target_gpus)
+
+    def drafters(self) -> tuple[str, ...]:
+        """Return the devices of the drafter workers, as torch names."""
+        return parse_devices("--drafter-gpus", self.drafter_gpus)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig(Section):
+    """How samples become batches."""
+
+    token_budget: int = setting(49152, "padded tokens in one batch", ge=8)
+    max_seq_len: int = setting(8192, "longer samples are truncated to this many tokens", ge=4)
+    max_batch_size: int = setting(64, "samples in one batch", ge=1)
+    bucket_edges: tuple[int, ...] = setting(
+        (), "upper lengths of the buckets, ascending; empty = standard edges"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetConfig(Section):
+    """The frozen target."""
+
+    mask_token_id: int | None = setting(
+        None, "embedding row that marks a drafted position; none = chosen by rule", ge=0
+    )
+    target_layer_ids: tuple[int, ...] = setting((), "tapped decoder layers, 0-based; empty = spread evenly")
+    attention: str = setting("sdpa", "attention of the target", choices=("sdpa", "eager"))
+    cache_features_bytes: int = setting(
+        0,
+        "keep hidden states of whole samples in host memory up to this size and reuse them in later epochs",
+        ge=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterSection(Section):
+    """Shape of the drafter; 0 means: taken from the target."""
+
+    num_layers: int = setting(5, "decoder layers of the drafter", ge=1)
+    block_size: int = setting(16, "tokens in one block, its anchor included", ge=1)
+    num_attention_heads: int = setting(0, "query heads; 0 = as the target", ge=0)
+    num_key_value_heads: int = setting(0, "key/value heads; 0 = as the target", ge=0)
+    head_dim: int = setting(0, "width of a head; 0 = as the target", ge=0)
+    intermediate_size: int = setting(0, "width of the MLP; 0 = as the target", ge=0)
+    sliding_window: int = setting(
+        0, "window of the sliding layers in tokens; 0 = all layers see everything", ge=0
+    )
+    split_fc_layers: bool = setting(False, "evaluate fc layer by layer (not available yet)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig(Section):
+    """What is minimised."""
+
+    decay_gamma: float = setting(7.0, "position decay: weight exp(-(k-1)/gamma) at offset k", gt=0)
+    soft_label_weight: float = setting(
+        0.0, "share of KL against the target's logits (not available yet)", ge=0, le=1
+    )
+    max_anchors: int = setting(512, "blocks drawn in one pack", ge=1)
+    head_chunk_rows: int = setting(2048, "block rows whose logits exist at the same time", ge=1)
+    noise_start: float = setting(0.05, "amplitude of the uniform noise on hidden states at step 0", ge=0)
+    noise_end: float = setting(0.01, "the same at the last step", ge=0)
+    attention: str = setting("auto", "attention of the drafter", choices=("auto", "flex", "sdpa", "dense"))
+    compile: bool = setting(True, "compile on CUDA; has no effect on CPU")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig(Section):
+    """AdamW, its schedule and its guards."""
+
+    epochs: int = setting(6, "passes over the data", ge=1)
+    max_steps: int = setting(0, "stop after this many optimizer steps; 0 = as many as the epochs hold", ge=0)
+    lr: float = setting(6e-4, "peak learning rate", gt=0)
+    warmup_ratio: float = setting(0.04, "share of the steps with rising learning rate", ge=0, le=1)
+    schedule: str = setting("cosine", "shape after warm-up", choices=("cosine", "constant"))
+    weight_decay: float = setting(0.01, "decoupled weight decay; never on norm weights", ge=0)
+    beta1: float = setting(0.9, "AdamW first moment", ge=0, le=0.999999)
+    beta2: float = setting(0.999, "AdamW second moment", ge=0, le=0.999999)
+    eps: float = setting(1e-8, "AdamW epsilon", gt=0)
+    grad_accum: int = setting(1, "packs (micro-batches) per drafter in one optimizer step", ge=1)
+    grad_clip: float = setting(1.0, "largest global gradient norm", gt=0)
+    max_nonfinite_steps: int = setting(5, "stop with exit 5 after so many non-finite steps in a row", ge=1)
+    seed: int = setting(0, "seed of everything random in the run", ge=0, le=2**31 - 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueueConfig(Section):
+    """The hidden-states queue between target and drafter."""
+
+    hs_min_ready: int = setting(
+        30, "packs that must wait before a drafter may pull, so that lengths mix", ge=1
+    )
+    hs_max_depth: int = setting(90, "packs that may wait at most", ge=1)
+    hs_max_bytes: int = setting(0, "bytes that may wait at most; 0 = 40 % of the available memory", ge=0)
+    feed_depth: int = setting(8, "batches planned ahead of the target workers", ge=1)
+    ordered: bool = setting(False, "one producer, first in first out: a resumed run repeats bit for bit")
+    stall_s: float = setting(900.0, "seconds without any sign of life before the run ends as stalled", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig(Section):
+    """When the run saves and from where it continues."""
+
+    resume: str = setting("latest", "latest, scratch, or the path of a state/step-* folder")
+    every: int = setting(500, "optimizer steps between checkpoints; 0 = only at the end", ge=0)
+    keep: int = setting(3, "checkpoints kept per lineage, newest first", ge=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig(Section):
+    """Speculative decoding against the real target while training."""
+
+    every: int = setting(0, "optimizer steps between evaluations; 0 = never", ge=0)
+    prompts: str = setting("", "JSONL file of held-out prompts")
+    max_prompts: int = setting(8, "prompts used, from the top of the file", ge=1)
+    max_new_tokens: int = setting(64, "tokens generated per prompt", ge=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WandbConfig(Section):
+    """Weights & Biases, in its own thread and never in the way."""
+
+    project: str = setting("", "project name; empty = dflash")
+    mode: str = setting(
+        "",
+        "empty = online when a project is named, else disabled",
+        choices=("", "online", "offline", "disabled"),
+    )
+    gpu_metrics: bool = setting(True, "read NVML for the metrics lines")
+    init_timeout_s: float = setting(15.0, "seconds to wait for the service before going offline", gt=0)
+    finish_timeout_s: float = setting(30.0, "seconds to wait at the end", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TelemetryConfig(Section):
+    """Status file, metrics lines and the log."""
+
+    log_every: int = setting(10, "optimizer steps between progress lines", ge=1)
+    profile_interval_s: float = setting(60.0, "seconds between lines that come by the clock", gt=0)
+    status_interval_s: float = setting(5.0, "seconds between writes of status.json", gt=0)
+    metrics_max_bytes: int = setting(
+        64 << 20, "size at which metrics.ndjson moves to metrics.ndjson.1", ge=4096
+    )
+    nvml: str = setting("wanted", "GPU readings", choices=("required", "wanted", "off"))
+    wandb: str = setting(
+        "wanted", "W&B package, when its mode is not disabled", choices=("required", "wanted")
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Everything one training run needs; built by `resolve`."""
+
+    paths: PathsConfig = field(default_factory=PathsConfig)
+    devices: DevicesConfig = field(default_factory=DevicesConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: DrafterSection = field(default_factory=DrafterSection)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    queue: QueueConfig = field(default_factory=QueueConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+
+    def __post_init__(self) -> None:
+        for check in _COMBINATIONS:
+            check(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the configuration as plain JSON values, tables in declaration order."""
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain
+
+
+def config_hash(config: TrainConfig) -> str:
+    """Return the SHA-256 of everything that decides what is learnt (not paths, telemetry, devices)."""
+    relevant = {table: keys for table, keys in config.as_dict().items() if table in LEARNING_TABLES}
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
+
+
+LEARNING_TABLES = ("data", "target", "drafter", "loss", "optim")
+
+
+def parse_devices(flag: str, text: str) -> tuple[str, ...]:
+    """Turn `cpu` or `0,1` into torch device names.
+
+    Raises:
+        ConfigError: empty, unknown or repeated entries.
+    """
+    devices: list[str] = []
+    for word in (part.strip() for part in text.split(",")):
+        if word != "cpu" and not word.isdigit():
+            raise ConfigError(f"{flag} takes cpu or CUDA indices separated by commas: {text!r}")
+        device = word if word == "cpu" else f"cuda:{int(word)}"
+        if device in devices:
+            raise ConfigError(f"{flag} names {word} twice: {text!r}")
+        devices.append(device)
+    if "cpu" in devices and len(devices) > 1:
+        raise ConfigError(f"{flag} cannot mix cpu and CUDA devices: {text!r}")
+    return tuple(devices)
+
+
+def _table_of(section: type) -> str:
+    return _TABLE_NAMES.get(section.__name__, section.__name__)
+
+
+_TABLE_NAMES: Mapping[str, str] = {str(item.type): item.name for item in dataclasses.fields(TrainConfig)}
+SECTIONS: Mapping[str, type[Section]] = typing.get_type_hints(TrainConfig)
+
+
+def _check_devices(config: TrainConfig) -> None:
+    targets, drafters = config.devices.targets(), config.devices.drafters()
+    shared = [device for device in targets if device in drafters and device != "cpu"]
+    if shared:
+        raise ConfigError(
+            f"a GPU cannot be in --target-gpus and --drafter-gpus: {shared[0].removeprefix('cuda:')}"
+        )
+    for flag, devices in (("--target-gpus", targets), ("--drafter-gpus", drafters)):
+        if len(devices) > 1:
+            raise ConfigError(f"{flag} takes one device in this version: {len(devices)} given; name one")
+
+
+def _check_paths(config: TrainConfig) -> None:
+    paths = config.paths
+    for flag, value in (
+        ("--target-model", paths.target_model),
+        ("--data-dir", paths.data_dir),
+        ("--output-dir", paths.output_dir),
+    ):
+        if not value:
+            raise ConfigError(
+                f"{flag} is missing: name a folder by the flag or paths.{flag[2:].replace('-', '_')}"
+            )
+    if not (Path(paths.target_model) / "config.json").is_file():
+        raise ConfigError(f"--target-model holds no config.json: {paths.target_model}; name a model folder")
+    if not Path(paths.data_dir).exists():
+        raise ConfigError(f"--data-dir does not exist: {paths.data_dir}; make it with dflash-train prepare")
+    if Path(paths.output_dir).exists() and not Path(paths.output_dir).is_dir():
+        raise ConfigError(f"--output-dir is not a folder: {paths.output_dir}")
+
+
+def _check_data(config: TrainConfig) -> None:
+    queue = config.queue
+    if queue.hs_min_ready > queue.hs_max_depth:
+        raise ConfigError(
+            f"--hs-min-ready must not exceed --hs-max-depth: {queue.hs_min_ready} > {queue.hs_max_depth}"
+        )
+    edges = config.data.bucket_edges
+    if any(edge < 1 for edge in edges) or list(edges) != sorted(set(edges)):
+        raise ConfigError(f"data.bucket_edges must be positive and ascending: {list(edges)}")
+    if config.data.max_seq_len > config.data.token_budget:
+        raise ConfigError(
+            f"--token-budget must hold one sample of --max-seq-len: {config.data.token_budget} < "
+            f"{config.data.max_seq_len}; raise the first or lower the second"
+        )
+    if config.target.cache_features_bytes and config.queue.ordered:
+        raise ConfigError(
+            "target.cache_features_bytes cannot go with queue.ordered: cached hidden states differ in the "
+            "last bits from those of another batch; set one of them to 0 or false"
+        )
+
+
+def _check_unavailable(config: TrainConfig) -> None:
+    if config.loss.soft_label_weight:
+        raise ConfigError(
+            f"soft labels are not available in this version: weight {config.loss.soft_label_weight}; "
+            "leave --use-soft-labels and --soft-label-weight away"
+        )
+    if config.drafter.split_fc_layers:
+        raise ConfigError("split fc is not available in this version: DFLASH_SPLIT_FC_LAYERS=1; set it to 0")
+    cpu_drafter = "cpu" in config.devices.drafters()
+    if config.loss.attention == "flex" and cpu_drafter:
+        raise ConfigError("--attention flex has no backward pass on the CPU: take sdpa, dense or auto")
+
+
+def _check_runs(config: TrainConfig) -> None:
+    resume = config.checkpoint.resume
+    if resume not in ("latest", "scratch") and not Path(resume).is_dir():
+        raise ConfigError(f"--resume takes latest, scratch or an existing state/step-* folder: {resume}")
+    if config.eval.every and not config.eval.prompts:
+        raise ConfigError("--eval-every needs --eval-prompts: name a JSONL file of held-out prompts")
+    if config.eval.prompts and not Path(config.eval.prompts).is_file():
+        raise ConfigError(f"--eval-prompts does not exist: {config.eval.prompts}")
+    if config.loss.noise_end > config.loss.noise_start:
+        raise ConfigError(
+            f"--noise-end must not exceed --noise-start: {config.loss.noise_end} > {config.loss.noise_start}"
+        )
+
+
+_COMBINATIONS: tuple[Callable[[TrainConfig], None], ...] = (
+    _check_devices,
+    _check_data,
+    _check_unavailable,
+    _check_paths,
+    _check_runs,
+)

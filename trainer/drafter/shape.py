@@ -1,0 +1,90 @@
+"""The drafter's shape: what the configuration leaves open is taken from the target.
+
+Called by `trainer.train`. Pure; must not import the target package (its facts come in as a protocol).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from trainer.config import DrafterSection
+from trainer.drafter.masks import FULL, SLIDING
+from trainer.drafter.model import DrafterConfig, default_target_layer_ids
+
+
+class TargetFacts(Protocol):
+    """What a drafter copies from its target (`trainer.target.loader.TargetInfo` has it)."""
+
+    @property
+    def hidden_size(self) -> int: ...  # noqa: D102 - names say it
+    @property
+    def num_layers(self) -> int: ...  # noqa: D102
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def num_attention_heads(self) -> int: ...  # noqa: D102
+    @property
+    def num_key_value_heads(self) -> int: ...  # noqa: D102
+    @property
+    def head_dim(self) -> int: ...  # noqa: D102
+    @property
+    def intermediate_size(self) -> int: ...  # noqa: D102
+    @property
+    def rms_norm_eps(self) -> float: ...  # noqa: D102
+    @property
+    def rope_theta(self) -> float: ...  # noqa: D102
+    @property
+    def rope_scaling(self) -> Mapping[str, Any] | None: ...  # noqa: D102
+    @property
+    def max_position_embeddings(self) -> int: ...  # noqa: D102
+    @property
+    def embed_scale(self) -> float | None: ...  # noqa: D102
+    @property
+    def logit_softcap(self) -> float | None: ...  # noqa: D102
+    @property
+    def bos_token_id(self) -> int | None: ...  # noqa: D102
+    @property
+    def eos_token_id(self) -> int | None: ...  # noqa: D102
+    @property
+    def pad_token_id(self) -> int | None: ...  # noqa: D102
+    @property
+    def mask_token_id(self) -> int: ...  # noqa: D102
+
+
+def drafter_config(
+    facts: TargetFacts, section: DrafterSection, *, target_layer_ids: tuple[int, ...]
+) -> DrafterConfig:
+    """Combine the configuration with the target's facts.
+
+    With a sliding window all layers but the last slide, as in published drafters.
+
+    Raises:
+        ConfigError: a combination that cannot work.
+    """
+    layers = section.num_layers
+    slides = section.sliding_window > 0
+    return DrafterConfig(
+        num_hidden_layers=layers,
+        hidden_size=facts.hidden_size,
+        intermediate_size=section.intermediate_size or facts.intermediate_size,
+        num_attention_heads=section.num_attention_heads or facts.num_attention_heads,
+        num_key_value_heads=section.num_key_value_heads or facts.num_key_value_heads,
+        head_dim=section.head_dim or facts.head_dim,
+        vocab_size=facts.vocab_size,
+        rms_norm_eps=facts.rms_norm_eps,
+        rope_theta=facts.rope_theta,
+        rope_scaling=facts.rope_scaling,
+        max_position_embeddings=facts.max_position_embeddings,
+        block_size=section.block_size,
+        mask_token_id=facts.mask_token_id,
+        target_layer_ids=target_layer_ids or default_target_layer_ids(facts.num_layers, layers),
+        num_target_layers=facts.num_layers,
+        layer_types=(SLIDING,) * (layers - 1) + (FULL,) if slides else (FULL,) * layers,
+        sliding_window=section.sliding_window if slides else None,
+        embed_scale=facts.embed_scale,
+        logit_softcap=facts.logit_softcap,
+        bos_token_id=facts.bos_token_id,
+        eos_token_id=facts.eos_token_id,
+        pad_token_id=facts.pad_token_id,
+    )

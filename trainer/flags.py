@@ -1,0 +1,271 @@
+"""The flags of `train`, and where each configuration value comes from.
+
+Owns the closed list of flags (`FLAGS`), the `DFLASH_*` variables and all access to the process environment.
+`trainer.__main__` calls `resolve`. Must not import torch: a wrong value is refused within a second.
+
+Precedence: flag, `DFLASH_*` variable, `--set table.key=value`, TOML file, default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config import SECTIONS, TrainConfig
+from trainer.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flag:
+    """One `train` flag and the key it sets; `constant` marks a switch."""
+
+    name: str
+    key: str
+    constant: bool | float | None = None
+
+
+FLAGS: tuple[Flag, ...] = (
+    Flag(name="--target-model", key="paths.target_model"),
+    Flag(name="--data-dir", key="paths.data_dir"),
+    Flag(name="--output-dir", key="paths.output_dir"),
+    Flag(name="--target-gpus", key="devices.target_gpus"),
+    Flag(name="--drafter-gpus", key="devices.drafter_gpus"),
+    Flag(name="--epochs", key="optim.epochs"),
+    Flag(name="--lr", key="optim.lr"),
+    Flag(name="--warmup-ratio", key="optim.warmup_ratio"),
+    Flag(name="--weight-decay", key="optim.weight_decay"),
+    Flag(name="--grad-accum", key="optim.grad_accum"),
+    Flag(name="--grad-clip", key="optim.grad_clip"),
+    Flag(name="--token-budget", key="data.token_budget"),
+    Flag(name="--max-seq-len", key="data.max_seq_len"),
+    Flag(name="--max-batch-size", key="data.max_batch_size"),
+    Flag(name="--block-size", key="drafter.block_size"),
+    Flag(name="--max-anchors", key="loss.max_anchors"),
+    Flag(name="--num-draft-layers", key="drafter.num_layers"),
+    Flag(name="--gamma", key="loss.decay_gamma"),
+    Flag(name="--noise-start", key="loss.noise_start"),
+    Flag(name="--noise-end", key="loss.noise_end"),
+    Flag(name="--use-soft-labels", key="loss.soft_label_weight", constant=1.0),
+    Flag(name="--soft-label-weight", key="loss.soft_label_weight"),
+    Flag(name="--no-wandb-gpu-metrics", key="wandb.gpu_metrics", constant=False),
+    Flag(name="--hs-min-ready", key="queue.hs_min_ready"),
+    Flag(name="--hs-max-depth", key="queue.hs_max_depth"),
+    Flag(name="--hs-max-bytes", key="queue.hs_max_bytes"),
+    Flag(name="--seed", key="optim.seed"),
+    Flag(name="--resume", key="checkpoint.resume"),
+    Flag(name="--eval-every", key="eval.every"),
+    Flag(name="--eval-prompts", key="eval.prompts"),
+    Flag(name="--checkpoint-every", key="checkpoint.every"),
+    Flag(name="--keep-checkpoints", key="checkpoint.keep"),
+    Flag(name="--attention", key="loss.attention"),
+    Flag(name="--compile", key="loss.compile", constant=True),
+    Flag(name="--no-compile", key="loss.compile", constant=False),
+    Flag(name="--wandb-project", key="wandb.project"),
+    Flag(name="--wandb-mode", key="wandb.mode"),
+)
+"""The closed list of `train` flags that set a key (`--config` and `--set` come on top of it)."""
+
+EXTRA_ENVIRONMENT: Mapping[str, str] = {
+    "DFLASH_PROFILE_INTERVAL": "telemetry.profile_interval_s",
+    "DFLASH_SPLIT_FC_LAYERS": "drafter.split_fc_layers",
+}
+RUN_DIR_VARIABLE = "DFLASH_RUN_DIR"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """A finished configuration with its provenance.
+
+    `sources` maps each key that is not a default to where its value came from; `notes` are lines for the log.
+    """
+
+    config: TrainConfig
+    sources: Mapping[str, str]
+    notes: tuple[str, ...]
+    run_dir: Path
+    is_own_run_dir: bool
+
+
+def resolve(
+    flags: Mapping[str, Any],
+    *,
+    toml_path: str | None = None,
+    overrides: Iterable[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Resolved:
+    """Merge all sources into one checked configuration.
+
+    Args:
+        flags: flag name (with dashes) to its value; only flags that were given.
+        toml_path: the `--config` file.
+        overrides: `table.key=value` texts of `--set`, later ones win.
+        environ: the environment; the process's own when None.
+
+    Raises:
+        ConfigError: one line that names the key, its value, its source and what to do.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+
+    def put(key: str, value: Any, source: str) -> None:
+        values[key] = _coerce(key, value, source)
+        sources[key] = source
+
+    for key, value in _toml_values(toml_path):
+        put(key, value, f"{toml_path}")
+    for text in overrides:
+        key, separator, raw = text.partition("=")
+        if not separator:
+            raise ConfigError(f"--set needs table.key=value: {text!r}")
+        put(key.strip(), _parse_text(raw.strip()), "--set")
+    notes = _apply_environment(environ, put)
+    for name, value in flags.items():
+        put(_FLAG_BY_NAME[name].key, value, name)
+
+    config = _build(values, sources)
+    run_dir = environ.get(RUN_DIR_VARIABLE, "")
+    return Resolved(
+        config=config,
+        sources=sources,
+        notes=tuple(notes),
+        run_dir=Path(run_dir) if run_dir else Path(config.paths.output_dir) / "run",
+        is_own_run_dir=not run_dir,
+    )
+
+
+def set_allocator_defaults() -> None:
+    """Ask torch for growable segments; must run before CUDA starts, and leaves a given choice alone."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def has_wandb_key() -> bool:
+    """Tell whether the environment carries a W&B key (its value is never read further)."""
+    return bool(os.environ.get("WANDB_API_KEY"))
+
+
+_FLAG_BY_NAME: Mapping[str, Flag] = {flag.name: flag for flag in FLAGS}
+_KEY_TYPES: Mapping[str, Any] = {
+    f"{table}.{name}": annotation
+    for table, section in SECTIONS.items()
+    for name, annotation in typing.get_type_hints(section).items()
+}
+
+
+def _toml_values(path: str | None) -> list[tuple[str, Any]]:
+    """Flatten the TOML file to `table.key` and value."""
+    if path is None:
+        return []
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config cannot be read: {path} ({error.strerror or error})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config is not valid TOML: {path} ({error})") from error
+    pairs: list[tuple[str, Any]] = []
+    for table, content in document.items():
+        if table not in SECTIONS or not isinstance(content, dict):
+            raise ConfigError(f"unknown table in {path}: [{table}]{_near(table, SECTIONS)}")
+        pairs += [(f"{table}.{key}", value) for key, value in content.items()]
+    return pairs
+
+
+def _apply_environment(environ: Mapping[str, str], put: Callable[[str, Any, str], None]) -> list[str]:
+    """Take `DFLASH_*` variables over; return a note for each that means nothing here."""
+    known = {f"DFLASH_{flag.name[2:].replace('-', '_').upper()}": flag for flag in FLAGS}
+    notes = []
+    for name in sorted(environ):
+        if not name.startswith("DFLASH_") or name == RUN_DIR_VARIABLE or not environ[name]:
+            continue
+        if name in EXTRA_ENVIRONMENT:
+            put(EXTRA_ENVIRONMENT[name], _parse_text(environ[name]), name)
+        elif name not in known:
+            notes.append(f"{name} is set but names no setting of the trainer{_near(name, known)}")
+        elif known[name].constant is None:
+            put(known[name].key, _parse_text(environ[name]), name)
+        elif _coerce(name, _parse_text(environ[name]), name, bool):
+            put(known[name].key, known[name].constant, name)
+    return notes
+
+
+def _parse_text(raw: str) -> Any:
+    """Read a value as TOML would; anything else is plain text."""
+    try:
+        return tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return raw
+
+
+def _coerce(key: str, value: Any, source: str, annotation: Any = None) -> Any:
+    """Bring a raw value to the type of its key."""
+    if annotation is None:
+        if key not in _KEY_TYPES:
+            raise ConfigError(f"unknown key from {source}: {key}{_near(key, _KEY_TYPES)}")
+        annotation = _KEY_TYPES[key]
+    if isinstance(value, str) and annotation is not str:
+        value = _parse_text(value)
+    return _convert(key, value, source, annotation)
+
+
+def _convert(key: str, value: Any, source: str, annotation: Any) -> Any:
+    if isinstance(annotation, types.UnionType):
+        if value is None:
+            return None
+        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+    if typing.get_origin(annotation) is tuple:
+        return _coerce_list(key, value, source)
+    if annotation is bool and value in (0, 1):
+        return bool(value)
+    if annotation is str and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if annotation is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not annotation:
+        raise ConfigError(f"{key} takes {_TYPE_NAMES[annotation]}: {value!r} (from {source})")
+    return value
+
+
+_TYPE_NAMES: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+}
+
+
+def _coerce_list(key: str, value: Any, source: str) -> tuple[int, ...]:
+    if isinstance(value, str):
+        value = [_parse_text(part) for part in value.split(",")]
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = [value]
+    if not isinstance(value, list | tuple) or any(type(entry) is not int for entry in value):
+        raise ConfigError(f"{key} takes a list of whole numbers: {value!r} (from {source})")
+    return tuple(value)
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}" if close else ""
+
+
+def _build(values: Mapping[str, Any], sources: Mapping[str, str]) -> TrainConfig:
+    """Construct the sections; range errors gain the source of the value."""
+    sections: dict[str, Any] = {}
+    for table, section in SECTIONS.items():
+        given = {
+            key.split(".", 1)[1]: value for key, value in values.items() if key.split(".", 1)[0] == table
+        }
+        try:
+            sections[table] = section(**given)
+        except ConfigError as error:
+            key = str(error).split(" ", 1)[0]
+            raise ConfigError(f"{error} (from {sources[key]})" if key in sources else str(error)) from None
+    return TrainConfig(**sections)

@@ -1,0 +1,118 @@
+"""The status record: `status.json`, by which others tell a working trainer from a hung one.
+
+Owns the record and its file. `trainer.train` sets phase, progress, checkpoint and stop answers; the telemetry
+thread calls `write` every few seconds. The file is replaced whole, by rename. A full disk or a lost folder is
+logged once and never ends training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+_LOG = logging.getLogger(__name__)
+
+Phase = Literal[
+    "init",
+    "loading",
+    "compiling",
+    "filling",
+    "training",
+    "evaluating",
+    "checkpointing",
+    "draining",
+    "done",
+]
+PHASES: tuple[str, ...] = get_args(Phase)
+STATUS_VERSION = 1
+
+
+class StatusFile:
+    """Thread-safe status record that is written at each phase change and on `write`."""
+
+    def __init__(self, run_dir: Path, *, wall: Callable[[], float] = time.time) -> None:
+        self.path = run_dir / "status.json"
+        self._wall = wall
+        self._lock = threading.RLock()
+        self._has_complained = False
+        self._record: dict[str, Any] = {
+            "v": STATUS_VERSION,
+            "pid": os.getpid(),
+            "phase": "init",
+            "phase_since": wall(),
+            "written_at": wall(),
+            "step": 0,
+            "total_steps": None,
+            "last_progress_at": None,
+            "last_checkpoint": None,
+            "message": "",
+            "stop": None,
+        }
+
+    @property
+    def phase(self) -> str:
+        """The present phase."""
+        return str(self._record["phase"])
+
+    def set_phase(self, phase: Phase, message: str = "") -> None:
+        """Enter a phase (entering the present one again only changes the message) and write the file."""
+        with self._lock:
+            if self._record["phase"] != phase:
+                self._record["phase"] = phase
+                self._record["phase_since"] = self._wall()
+            self._record["message"] = message
+        self.write()
+
+    @contextlib.contextmanager
+    def during(self, phase: Phase, message: str = "") -> Iterator[None]:
+        """Be in a phase for a while, then return to the one before."""
+        before = self._record["phase"], self._record["message"]
+        self.set_phase(phase, message)
+        try:
+            yield
+        finally:
+            self.set_phase(*before)
+
+    def progress(self, step: int, total_steps: int | None = None) -> None:
+        """Record that work went on; the file follows at the next write."""
+        with self._lock:
+            self._record["step"] = step
+            self._record["last_progress_at"] = self._wall()
+            if total_steps is not None:
+                self._record["total_steps"] = total_steps
+
+    def checkpoint_saved(self, step: int, path: Path, saved_at: float | None = None) -> None:
+        """Record the newest checkpoint (`saved_at` None: just now) and write the file."""
+        with self._lock:
+            saved_at = self._wall() if saved_at is None else saved_at
+            self._record["last_checkpoint"] = {"step": step, "path": str(path), "saved_at": saved_at}
+        self.write()
+
+    def answer_stop(self, request_id: str | None, *, extend_s: float, why: str) -> None:
+        """Acknowledge a stop request and write the file."""
+        with self._lock:
+            seen_at = self._wall()
+            self._record["stop"] = {"id": request_id, "seen_at": seen_at, "extend_s": extend_s, "why": why}
+        self.write()
+
+    def write(self) -> None:
+        """Replace the file by the present record."""
+        with self._lock:
+            self._record["written_at"] = self._wall()
+            text = json.dumps(self._record, allow_nan=False)
+            temporary = self.path.with_suffix(f".tmp-{os.getpid()}")
+            try:
+                temporary.write_text(text + "\n", encoding="utf-8")
+                temporary.replace(self.path)
+                self._has_complained = False
+            except OSError as error:
+                if not self._has_complained:
+                    _LOG.error("status cannot be written: %s (%s); training goes on", self.path, error)
+                self._has_complained = True

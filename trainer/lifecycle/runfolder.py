@@ -1,0 +1,73 @@
+"""The run folder: the resolved configuration, code and package versions, beside status and metrics.
+
+Called by `trainer.train` once at start-up. Everything is written whole, by rename. Holds no secret: the
+configuration has none, and the environment is not copied.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.config import config_hash
+from trainer.flags import Resolved
+from trainer.telemetry.capabilities import package_versions
+
+RECORD_VERSION = 1
+
+
+def find_git_sha(start: Path) -> str | None:
+    """Return the commit of the source tree that `start` lies in, read from `.git`; None outside of one."""
+    for folder in (start, *start.parents):
+        head = folder / ".git" / "HEAD"
+        if not head.is_file():
+            continue
+        text = head.read_text(encoding="utf-8").strip()
+        if not text.startswith("ref: "):
+            return text
+        name = text.removeprefix("ref: ")
+        loose = folder / ".git" / name
+        if loose.is_file():
+            return loose.read_text(encoding="utf-8").strip()
+        packed = folder / ".git" / "packed-refs"
+        lines = packed.read_text(encoding="utf-8").splitlines() if packed.is_file() else []
+        return next((line.split(" ")[0] for line in lines if line.endswith(f" {name}")), None)
+    return None
+
+
+def describe_code() -> dict[str, Any]:
+    """Return what identifies the code and the packages of this process."""
+    sha = find_git_sha(Path(__file__).resolve().parent)
+    return {
+        "git_sha": sha,
+        "git_sha_reason": None if sha else "the source is not inside a git work tree",
+        "python": platform.python_version(),
+        "versions": package_versions(),
+    }
+
+
+def write_run_record(resolved: Resolved, code: Mapping[str, Any]) -> None:
+    """Create the run folder and write `config.json` into it."""
+    resolved.run_dir.mkdir(parents=True, exist_ok=True)
+    (resolved.run_dir / "control").mkdir(exist_ok=True)
+    record = {
+        "v": RECORD_VERSION,
+        "config": resolved.config.as_dict(),
+        "config_hash": config_hash(resolved.config),
+        "sources": dict(resolved.sources),
+        "argv": sys.argv[1:],
+        "code": dict(code),
+    }
+    write_json(resolved.run_dir / "config.json", record)
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Replace a JSON file whole."""
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)

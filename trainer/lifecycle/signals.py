@@ -1,0 +1,97 @@
+"""Being asked to stop: signals and `control/stop.json`.
+
+Signal handlers only count; `trainer.train` looks at the counters between waits. A first SIGTERM or SIGINT
+asks for an orderly stop, a second one abandons the save. The file asks once, whatever it is rewritten to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_LOG = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class SignalCounter:
+    """Counts stop signals; must be installed by the main thread."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last = ""
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def install(self) -> None:
+        """Take the stop signals over."""
+        for number in STOP_SIGNALS:
+            self._previous[number] = signal.signal(number, self._handle)
+
+    def restore(self) -> None:
+        """Give the signals back to who had them."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self.count += 1
+        self.last = signal.Signals(number).name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequest:
+    """What somebody asked for; `id` is null for a bare signal."""
+
+    id: str | None
+    reason: str
+    deadline_s: float | None
+    save: bool
+
+
+class StopFile:
+    """Watches `control/stop.json` of the run folder."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / "control" / "stop.json"
+        self._has_complained = False
+
+    def clear_stale(self) -> None:
+        """Remove a request that an earlier process in the same folder was meant to read."""
+        if self.path.exists():
+            _LOG.warning("removed a stop request of an earlier run: %s", self.path)
+            self.path.unlink()
+
+    def read(self) -> StopRequest | None:
+        """Return the request, or None; a file that cannot be used is reported once and ignored."""
+        try:
+            raw = self.path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._complain(f"{error}")
+            return None
+        try:
+            return _parse_request(json.loads(raw))
+        except (ValueError, TypeError, KeyError) as error:
+            self._complain(f"{type(error).__name__}: {error}")
+            return None
+
+    def _complain(self, why: str) -> None:
+        if not self._has_complained:
+            _LOG.error("stop request cannot be used, it is ignored: %s (%s)", self.path, why)
+            self._has_complained = True
+
+
+def _parse_request(body: dict[str, Any]) -> StopRequest:
+    deadline = body.get("deadline_s")
+    return StopRequest(
+        id=str(body["id"]),
+        reason=str(body.get("reason") or "stop.json"),
+        deadline_s=None if deadline is None else float(deadline),
+        save=bool(body.get("save", True)),
+    )

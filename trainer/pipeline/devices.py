@@ -1,0 +1,68 @@
+"""Devices of the pipeline: names, dtypes, CPU threads, memory.
+
+Called by `trainer.train` while it builds the workers. Must not know models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import torch
+
+from trainer.config import TrainConfig
+from trainer.errors import ConfigError
+
+
+def check_devices(config: TrainConfig) -> None:
+    """Refuse CUDA indices that do not exist.
+
+    Raises:
+        ConfigError: names the flag, the index and how many devices torch sees.
+    """
+    for flag, devices in (
+        ("--target-gpus", config.devices.targets()),
+        ("--drafter-gpus", config.devices.drafters()),
+    ):
+        for device in devices:
+            index = device.removeprefix("cuda:")
+            if device != "cpu" and int(index) >= torch.cuda.device_count():
+                raise ConfigError(
+                    f"{flag} names {index}, but torch sees {torch.cuda.device_count()} CUDA devices; "
+                    "name others or cpu"
+                )
+
+
+def pick_dtype(choice: str, device: str) -> torch.dtype:
+    """Return the dtype for a device; `auto` is bf16 on CUDA and fp32 on the CPU."""
+    if choice == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[choice]
+
+
+def pick_attention(choice: str, device: str) -> str:
+    """Return the attention implementation; `auto` is flex on CUDA and sdpa on the CPU."""
+    if choice != "auto":
+        return choice
+    return "sdpa" if device == "cpu" else "flex"
+
+
+def set_cpu_threads(config: TrainConfig) -> None:
+    """Share the cores among the CPU workers; must run before the first parallel torch call of the workers."""
+    workers = [d for d in (*config.devices.targets(), *config.devices.drafters()) if d == "cpu"]
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(config.devices.cpu_threads or max(1, cores // max(1, len(workers))))
+
+
+def available_bytes() -> int:
+    """Return the host memory that is free for use, as the kernel estimates it."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
+    return 8 << 30
+
+
+def worker_suffix(device: str) -> str:
+    """Return the device part of a thread name: `cpu` or `gpu3`."""
+    return device.replace("cuda:", "gpu")

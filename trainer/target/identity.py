@@ -1,0 +1,35 @@
+"""What identifies a target on disk, read without loading it.
+
+Called by `trainer.train`: the vocabulary for checking data before the model loads, and the fingerprint that a
+stored training state is compared by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ConfigError
+
+
+def read_vocab_size(directory: Path) -> int:
+    """Return the rows of the target's embedding, from its config file."""
+    try:
+        raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        return int(raw.get("vocab_size") or raw["text_config"]["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"--target-model has a config.json without vocab_size: {directory} ({type(error).__name__})"
+        ) from error
+
+
+def target_fingerprint(directory: Path, *, mask_token_id: int) -> dict[str, Any]:
+    """Return what identifies a target independently of where its folder lies."""
+    sizes = {file.name: file.stat().st_size for file in sorted(directory.glob("*.safetensors"))}
+    return {
+        "config_sha256": hashlib.sha256((directory / "config.json").read_bytes()).hexdigest(),
+        "weight_files": sizes,
+        "mask_token_id": mask_token_id,
+    }

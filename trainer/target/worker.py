@@ -1,0 +1,125 @@
+"""The target worker: one thread per target device, from batch plans to finished hidden states.
+
+Started by `trainer.train` through `pipeline.workers`. Takes plan items, runs the frozen target on the
+right-padded batch, and puts the valid rows into the hidden-states queue once their copy is complete. Must
+not know the drafter, and never changes the target.
+
+Dimension suffixes: B batch, S padded length, T packed tokens, L captured layers, D hidden size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from trainer.data.collate import TargetBatch, collate, pack_tokens
+from trainer.data.corpus import Corpus, Sample
+from trainer.pipeline.messages import BatchPlanItem, FeaturePack, PackedTokens
+from trainer.pipeline.queues import FeedQueue, HiddenStatesQueue
+from trainer.pipeline.timers import StageTimers, WorkerStats
+from trainer.pipeline.transfer import Deliver, QueuedPack, Sender
+from trainer.pipeline.workers import Board
+from trainer.target.cache import SampleCache
+from trainer.target.capture import Target
+
+
+class TargetWorker:
+    """Runs one replica of the target.
+
+    Args:
+        lock: held during each forward; the evaluation takes it to use the same replica.
+        cache: reuse of hidden states over epochs; None for none.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        target: Target,
+        corpus: Corpus,
+        layer_ids: Sequence[int],
+        feed: FeedQueue[BatchPlanItem],
+        sender: Sender,
+        hidden_states: HiddenStatesQueue[QueuedPack],
+        board: Board,
+        lock: threading.Lock,
+        cache: SampleCache | None = None,
+    ) -> None:
+        self.name = name
+        self.stats = WorkerStats(name)
+        self.timers = StageTimers(str(target.device))
+        self.padded_tokens = 0
+        self.sequences = 0
+        self.bucket_batches: dict[int, int] = {}
+        self._target = target
+        self._corpus = corpus
+        self._layer_ids = tuple(layer_ids)
+        self._feed = feed
+        self._sender = sender
+        self._hidden_states = hidden_states
+        self._board = board
+        self._lock = lock
+        self._cache = cache
+        info = target.info
+        self._pad_id = info.pad_token_id if info.pad_token_id is not None else 0
+
+    def run(self) -> None:
+        """Work until the feeder is done and every copy is delivered."""
+        while True:
+            with self.timers.wait("wait_input"):
+                item = self._feed.get()
+            if item is None:
+                break
+            with self.stats.working():
+                self._process(item)
+            self._board.beat(self.name)
+        self._sender.finish()
+        # only on a clean end: after an error the consumers must see the error, not a drained queue
+        self._hidden_states.producer_done()
+
+    def _process(self, item: BatchPlanItem) -> None:
+        samples: list[Sample] = [self._corpus[sample] for sample in item.sample_ids]
+        self._count(item, samples)
+        cached_TLD = None if self._cache is None else self._cache.find_pack(item.sample_ids)
+        if cached_TLD is not None:
+            self._deliver(item, pack_tokens(samples), cached_TLD, None)
+            return
+        batch = collate(samples, pad_id=self._pad_id)
+
+        def deliver(hidden_TLD: Tensor, pinned: Tensor | None) -> None:
+            if self._cache is not None:
+                self._cache.add_pack(item.sample_ids, [len(s.input_ids_T) for s in samples], hidden_TLD)
+            self._deliver(item, batch.tokens, hidden_TLD, pinned)
+
+        self._forward(batch, deliver)
+
+    def _forward(self, batch: TargetBatch, deliver: Deliver) -> None:
+        # the lock ends before the hand-over: that one may wait for a drafter, which may wait for the lock
+        with self._lock, self.timers.stage("forward"):
+            hidden_BSLD, _ = self._target.hidden_states(
+                batch.input_ids_BS, batch.attention_mask_BS, self._layer_ids
+            )
+        self._sender.send(hidden_BSLD, batch.valid_rows_T, deliver)
+
+    def _deliver(
+        self, item: BatchPlanItem, tokens: PackedTokens, hidden_TLD: Tensor, pinned: Tensor | None
+    ) -> None:
+        self.stats.add(hidden_TLD.shape[0])
+        pack = FeaturePack(
+            epoch=item.epoch,
+            pack_id=item.pack_id,
+            bucket=item.bucket,
+            tokens=tokens,
+            features_TLD=hidden_TLD,
+            last_hidden_TD=None,
+            nbytes=hidden_TLD.numel() * hidden_TLD.element_size(),
+        )
+        with self.timers.wait("put"), self.stats.waiting():
+            self._hidden_states.put(QueuedPack(pack=pack, pinned=pinned))
+
+    def _count(self, item: BatchPlanItem, samples: Sequence[Sample]) -> None:
+        self.sequences += len(samples)
+        self.padded_tokens += len(samples) * max(len(sample.input_ids_T) for sample in samples)
+        self.bucket_batches[item.bucket] = self.bucket_batches.get(item.bucket, 0) + 1

@@ -1,0 +1,112 @@
+"""The metrics line: its shape, its units, and how it becomes valid JSON.
+
+Called by the reporter. Everything here is plain host data: no device is read, so a line never makes a GPU
+wait. A value that is missing is null with a reason, a value that is not finite is null and its path is
+listed under `nonfinite`; neither ever becomes 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+METRICS_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntervalReport:
+    """What a drafter worker knows of one interval, read from the device long after it was computed."""
+
+    step: int
+    tokens: int
+    train: Mapping[str, Any]
+    batch: Mapping[str, Any] = field(default_factory=dict)
+    evaluation: Mapping[str, Any] | None = None
+
+
+def build_line(
+    *,
+    t: float,
+    report: IntervalReport,
+    queue: Mapping[str, Any],
+    profile: Mapping[str, Any],
+    workers: Sequence[Mapping[str, Any]],
+    gpu: Sequence[Mapping[str, Any]],
+    cuda: Sequence[Mapping[str, Any]],
+    batch: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Assemble one line in the order of the contract."""
+    line: dict[str, Any] = {
+        "v": METRICS_VERSION,
+        "t": round(t, 3),
+        "step": report.step,
+        "tokens": report.tokens,
+        "train": dict(report.train),
+        "queue": dict(queue),
+        "profile": dict(profile),
+        "workers": [dict(entry) for entry in workers],
+        "batch": {**batch, **report.batch},
+        "gpu": [dict(entry) for entry in gpu],
+        "cuda": [dict(entry) for entry in cuda],
+    }
+    if report.evaluation is not None:
+        line["eval"] = dict(report.evaluation)
+    return line
+
+
+def render_line(line: Mapping[str, Any]) -> str:
+    """Return the line as JSON; NaN and infinities become null and are listed under `nonfinite`."""
+    bad: list[str] = []
+    clean = _finite(line, "", bad)
+    if bad:
+        clean["nonfinite"] = bad
+    return json.dumps(clean, allow_nan=False, separators=(",", ":"))
+
+
+def flatten(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return the numbers of a line under their paths joined by `/`, as W&B wants them."""
+    flat: dict[str, float] = {}
+    for key, value in _children(line):
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping | list | tuple):
+            flat |= flatten(value, f"{path}/")  # type: ignore[arg-type]
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            flat[path] = value
+    return flat
+
+
+def bucket_entropy(counts: Sequence[int]) -> float | None:
+    """Return the Shannon entropy in nats of how packs spread over the buckets; None without packs."""
+    total = sum(counts)
+    if not total:
+        return None
+    return -sum(n / total * math.log(n / total) for n in counts if n) + 0.0
+
+
+def _children(node: Any) -> list[tuple[str, Any]]:
+    if isinstance(node, Mapping):
+        return [(str(key), value) for key, value in node.items()]
+    return [
+        (
+            str(value.get("name", value.get("index", place))) if isinstance(value, Mapping) else str(place),
+            value,
+        )
+        for place, value in enumerate(node)
+    ]
+
+
+def _finite(node: Any, path: str, bad: list[str]) -> Any:
+    if isinstance(node, Mapping):
+        return {
+            str(key): _finite(value, f"{path}.{key}" if path else str(key), bad)
+            for key, value in node.items()
+        }
+    if isinstance(node, list | tuple):
+        return [_finite(value, f"{path}[{place}]", bad) for place, value in enumerate(node)]
+    if isinstance(node, float) and not math.isfinite(node):
+        bad.append(path)
+        return None
+    return node

@@ -1,0 +1,163 @@
+"""Where metrics lines go: `metrics.ndjson`, and W&B in a thread of its own.
+
+Called by the reporter's thread, never by a worker. A sink that fails says so once, counts what it lost, and
+goes on: watching never slows or ends training. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer.telemetry.metrics import flatten, render_line
+
+_LOG = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Takes finished lines."""
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Take one line; never raises and never waits long."""
+
+    def close(self) -> None:
+        """Finish in bounded time."""
+
+
+class JsonlSink:
+    """Appends to `metrics.ndjson`; above `max_bytes` the file moves to `metrics.ndjson.1` (one kept)."""
+
+    def __init__(self, run_dir: Path, *, max_bytes: int) -> None:
+        self.path = run_dir / "metrics.ndjson"
+        self._max_bytes = max_bytes
+        self.lost = 0
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append one line with a single write, so that a reader never sees half of it."""
+        data = (render_line(line) + "\n").encode()
+        try:
+            if self.path.exists() and self.path.stat().st_size + len(data) > self._max_bytes:
+                self.path.replace(self.path.with_name("metrics.ndjson.1"))
+            handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                os.write(handle, data)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            self.lost += 1
+            if self.lost == 1:
+                _LOG.error("metrics cannot be written: %s (%s); training goes on", self.path, error)
+
+    def close(self) -> None:
+        """Nothing is held open between lines."""
+
+
+class WandbSink:
+    """Hands lines to W&B from its own thread; the buffer is bounded and drops the oldest line.
+
+    Args:
+        mode: `online` or `offline`; online falls back to offline when the service does not answer in time.
+        run_id: fixed id, so that a resumed run continues the same W&B run.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_dir: Path,
+        mode: str,
+        project: str,
+        run_id: str,
+        config: Mapping[str, Any],
+        init_timeout_s: float,
+        finish_timeout_s: float,
+    ) -> None:
+        self._settings = (run_dir, mode, project, run_id, dict(config), init_timeout_s)
+        self._finish_timeout_s = finish_timeout_s
+        self._lines: queue.Queue[Mapping[str, Any] | None] = queue.Queue(maxsize=256)
+        self.dropped = 0
+        self.state = f"starting {mode}"
+        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread.start()
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Queue one line."""
+        self._put(line)
+
+    def close(self) -> None:
+        """Finish, waiting at most the configured time."""
+        self._put(None)
+        self._thread.join(self._finish_timeout_s)
+        if self._thread.is_alive():
+            _LOG.warning(
+                "W&B did not finish in %.0f s; its local files stay, `wandb sync` uploads them",
+                self._finish_timeout_s,
+            )
+
+    def _put(self, line: Mapping[str, Any] | None) -> None:
+        while True:
+            try:
+                self._lines.put_nowait(line)
+            except queue.Full:
+                self._drop_oldest()
+            else:
+                return
+
+    def _drop_oldest(self) -> None:
+        try:
+            self._lines.get_nowait()
+        except queue.Empty:
+            return
+        self.dropped += 1
+        if self.dropped == 1:
+            _LOG.warning("W&B is too slow, metrics lines for it are dropped (metrics.ndjson has them all)")
+
+    def _work(self) -> None:
+        try:
+            run = self._start()
+            self._forward(run)
+        except Exception as error:  # noqa: BLE001 - the thread boundary: W&B must never end training
+            self.state = f"failed: {type(error).__name__}: {error}"
+            _LOG.error("W&B is off from here on: %s", self.state)
+            self._discard_rest()
+
+    def _start(self) -> Any:
+        run_dir, mode, project, run_id, config, init_timeout_s = self._settings
+        wandb = importlib.import_module("wandb")
+        arguments: dict[str, Any] = {
+            "project": project,
+            "id": run_id,
+            "resume": "allow",
+            "dir": str(run_dir),
+            "config": config,
+        }
+        fixed = {"x_disable_stats": True, "console": "off", "init_timeout": init_timeout_s}
+        try:
+            run = wandb.init(mode=mode, settings=wandb.Settings(**fixed), **arguments)
+            self.state = mode
+        except Exception as error:
+            if mode != "online":
+                raise
+            _LOG.warning(
+                "W&B ONLINE FAILED (%s: %s): going on OFFLINE in %s; upload later with `wandb sync`",
+                type(error).__name__,
+                " ".join(str(error).split())[:200],
+                run_dir,
+            )
+            run = wandb.init(mode="offline", settings=wandb.Settings(**fixed), **arguments)
+            self.state = "offline (online failed)"
+        return run
+
+    def _forward(self, run: Any) -> None:
+        while (line := self._lines.get()) is not None:
+            run.log(flatten(line), step=int(line["step"]))
+        run.finish()
+
+    def _discard_rest(self) -> None:
+        while self._lines.get() is not None:
+            self.dropped += 1

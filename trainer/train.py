@@ -1,0 +1,578 @@
+"""One training run from start to end: wiring, phases, stop, checkpoints.
+
+Called by `trainer.__main__`. Reads top to bottom: `Trainer.train` goes through the phases, the workers do the
+work, the main thread only watches. Must not hold training logic: that is the workers'.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from trainer.checkpoint.export import export_drafter
+from trainer.checkpoint.lineage import StartPoint, choose_start
+from trainer.checkpoint.state import ConsumedPacks, TrainState, compare, read_state, write_state
+from trainer.checkpoint.store import CheckpointStore
+from trainer.config import TrainConfig, config_hash
+from trainer.data.buckets import bucket_edges
+from trainer.data.chat import encode_prompt
+from trainer.data.corpus import Corpus
+from trainer.data.prompts import read_prompts
+from trainer.data.sampler import Feeder, PackSampler
+from trainer.drafter.loss import FrozenEnds
+from trainer.drafter.model import Drafter, build_drafter
+from trainer.drafter.shape import drafter_config
+from trainer.drafter.worker import DrafterWorker, StepHooks, StepPlan
+from trainer.errors import EXIT_FINISHED, EXIT_STOPPED, CheckpointError, ConfigError, StalledError
+from trainer.eval.online import OnlineEvaluation
+from trainer.eval.speculative import TargetLike
+from trainer.flags import Resolved, has_wandb_key
+from trainer.lifecycle.heartbeat import StatusFile
+from trainer.lifecycle.runfolder import describe_code, write_json, write_run_record
+from trainer.lifecycle.signals import SignalCounter
+from trainer.lifecycle.stopping import StopWatch
+from trainer.optim.adamw import AdamWSettings, MasterAdamW
+from trainer.pipeline.devices import (
+    available_bytes,
+    check_devices,
+    pick_attention,
+    pick_dtype,
+    set_cpu_threads,
+    worker_suffix,
+)
+from trainer.pipeline.messages import BatchPlanItem
+from trainer.pipeline.queues import FeedQueue, HiddenStatesQueue
+from trainer.pipeline.records import batch_record, queue_record
+from trainer.pipeline.timers import cuda_memory
+from trainer.pipeline.transfer import (
+    CpuReceiver,
+    CpuSender,
+    CudaReceiver,
+    CudaSender,
+    PinnedPool,
+    QueuedPack,
+    Receiver,
+    Sender,
+)
+from trainer.pipeline.workers import Board, WorkerGroup
+from trainer.target.cache import SampleCache
+from trainer.target.capture import Target
+from trainer.target.identity import read_vocab_size, target_fingerprint
+from trainer.target.loader import load_target
+from trainer.target.worker import TargetWorker
+from trainer.telemetry import capabilities
+from trainer.telemetry.metrics import IntervalReport
+from trainer.telemetry.nvml import NvmlReader
+from trainer.telemetry.reporter import Reporter, Sources
+from trainer.telemetry.sink import JsonlSink, Sink, WandbSink
+
+_LOG = logging.getLogger(__name__)
+
+MONITOR_S = 0.2
+JOIN_AFTER_FAILURE_S = 30.0
+
+
+class StoppedEarlyError(Exception):
+    """A stop was asked for before the first step; nothing is there to save."""
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What the phases build, in the order in which they build it."""
+
+    corpus: Corpus
+    sampler: PackSampler
+    target: Target
+    drafter: Drafter
+    ends: FrozenEnds
+    optimizer: MasterAdamW
+    consumed: ConsumedPacks
+    plan: StepPlan
+    attention: str
+    target_lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Trainer:
+    """Runs one configuration to its end or to a stop."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        self.config: TrainConfig = resolved.config
+        self._resolved = resolved
+        self._code = describe_code()
+        self._signals = SignalCounter()
+        self._board = Board(stall_s=self.config.queue.stall_s)
+        self._output_dir = Path(self.config.paths.output_dir)
+        self._evaluation: OnlineEvaluation | None = None
+        self._worker: DrafterWorker | None = None
+        self._last_saved_step = -1
+        self._save_seconds = 0.0
+
+    def train(self) -> int:
+        """Go through all phases; returns the exit code of a finished or stopped run.
+
+        Raises:
+            TrainerError: anything that ends the run before its end; its class decides the exit code.
+        """
+        self._signals.install()
+        write_run_record(self._resolved, self._code)
+        self._status = StatusFile(self._resolved.run_dir)
+        self._status.write()
+        self._stopping = StopWatch(
+            self._resolved.run_dir, self._status, self._signals, needed_s=self._needed_to_stop_s
+        )
+        if self._resolved.is_own_run_dir:
+            self._stopping.clear_stale()
+        start = choose_start(self._output_dir, self.config.checkpoint.resume)
+        self._wandb_id = self._choose_wandb_id(start)
+        self._reporter = self._open_telemetry()
+        try:
+            self._store = CheckpointStore(self._output_dir / start.lineage)
+            self._store.prepare()
+            parts = self._load(start)
+            self._parts = parts
+            if parts.plan.first_step >= parts.plan.total_steps:
+                _LOG.info("nothing left to do: step %d of %d", parts.plan.first_step, parts.plan.total_steps)
+                self._save(parts.plan.first_step)
+            else:
+                self._run_pipeline(parts)
+        except StoppedEarlyError:
+            _LOG.info("stopped before the first step; nothing to save")
+        finally:
+            self._reporter.close()
+            self._signals.restore()
+        if self._stopping.request is not None:
+            self._status.set_phase("done", "stopped on request")
+            return EXIT_STOPPED
+        self._status.set_phase("done", "finished")
+        return EXIT_FINISHED
+
+    # -- init ---------------------------------------------------------------------------------------------
+
+    def _open_telemetry(self) -> Reporter:
+        """Report what is off and why, then start the telemetry thread."""
+        config = self.config
+        nvml_wanted = config.wandb.gpu_metrics and config.telemetry.nvml != "off"
+        nvml = NvmlReader(is_wanted=nvml_wanted)
+        mode = config.wandb.mode or ("online" if config.wandb.project else "disabled")
+        found = capabilities.find(
+            config,
+            has_cuda=torch.cuda.is_available(),
+            nvml_reason=nvml.reason,
+            nvml_wanted=nvml_wanted,
+            wandb_mode=mode,
+            has_wandb_key=has_wandb_key(),
+        )
+        write_json(
+            self._resolved.run_dir / "startup.json", {"v": 1, "capabilities": capabilities.report(found)}
+        )
+        capabilities.require(found)
+        sinks: list[Sink] = [JsonlSink(self._resolved.run_dir, max_bytes=config.telemetry.metrics_max_bytes)]
+        if mode != "disabled" and capabilities.has_module("wandb"):
+            sinks.append(
+                WandbSink(
+                    run_dir=self._resolved.run_dir,
+                    mode=mode,
+                    project=config.wandb.project or "dflash",
+                    run_id=self._wandb_id,
+                    config=config.as_dict(),
+                    init_timeout_s=config.wandb.init_timeout_s,
+                    finish_timeout_s=config.wandb.finish_timeout_s,
+                )
+            )
+        for note in self._resolved.notes:
+            _LOG.warning("%s", note)
+        reporter = Reporter(
+            sinks,
+            Sources(gpu=nvml.read),
+            profile_interval_s=config.telemetry.profile_interval_s,
+            tick=self._status.write,
+            tick_interval_s=config.telemetry.status_interval_s,
+        )
+        reporter.start()
+        return reporter
+
+    def _choose_wandb_id(self, start: StartPoint) -> str:
+        stored = "" if start.state_dir is None else read_state(start.state_dir).meta.get("wandb_id", "")
+        return stored or uuid.uuid4().hex[:12]
+
+    # -- loading ------------------------------------------------------------------------------------------
+
+    def _load(self, start: StartPoint) -> _Parts:
+        """Read data and models, build the drafter, and take a stored state over."""
+        config = self.config
+        self._status.set_phase("loading", "data")
+        check_devices(config)
+        set_cpu_threads(config)
+        corpus = Corpus.open(
+            config.paths.data_dir,
+            max_seq_len=config.data.max_seq_len,
+            vocab_size=read_vocab_size(Path(config.paths.target_model)),
+        )
+        _LOG.info("data: %s", corpus.report.render())
+        self._leave_if_stopped()
+        self._status.set_phase("loading", "target")
+        device = config.devices.targets()[0]
+        target = load_target(
+            config.paths.target_model,
+            device=device,
+            dtype=pick_dtype(config.devices.target_dtype, device),
+            attn=config.target.attention,
+            mask_token_id=config.target.mask_token_id,
+        )
+        _LOG.info(
+            "target: %s, %d layers, hidden %d, mask token %d (%s)",
+            target.info.model_type,
+            target.info.num_layers,
+            target.info.hidden_size,
+            target.info.mask_token_id,
+            target.info.mask_token_reason,
+        )
+        self._leave_if_stopped()
+        self._status.set_phase("loading", "drafter")
+        parts = self._build(corpus, target)
+        if start.state_dir is not None:
+            parts.plan = self._resume(parts, start)
+        self._status.progress(parts.plan.first_step, parts.plan.total_steps)
+        self._open_evaluation(parts)
+        return parts
+
+    def _build(self, corpus: Corpus, target: Target) -> _Parts:
+        config, optim = self.config, self.config.optim
+        device = config.devices.drafters()[0]
+        shape = drafter_config(target.info, config.drafter, target_layer_ids=config.target.target_layer_ids)
+        dtype = pick_dtype(config.devices.drafter_dtype, device)
+        drafter = build_drafter(shape, seed=optim.seed, dtype=dtype).to(device)
+        _LOG.info(
+            "drafter: %d layers, block %d, target layers %s, %s parameters, %s on %s",
+            shape.num_hidden_layers,
+            shape.block_size,
+            list(shape.target_layer_ids),
+            f"{sum(p.numel() for p in drafter.parameters()):,}",
+            str(dtype).removeprefix("torch."),
+            device,
+        )
+        sampler = PackSampler(
+            lengths=corpus.lengths.tolist(),
+            edges=config.data.bucket_edges or bucket_edges(config.data.max_seq_len),
+            epochs=optim.epochs,
+            seed=optim.seed,
+            token_budget=config.data.token_budget,
+            max_batch_size=config.data.max_batch_size,
+        )
+        packs = len(sampler.plan(0))
+        total_packs = packs * optim.epochs
+        per_step = optim.grad_accum * len(config.devices.drafters())
+        total_steps = -(-total_packs // per_step)
+        return _Parts(
+            corpus=corpus,
+            sampler=sampler,
+            target=target,
+            drafter=drafter,
+            ends=FrozenEnds(
+                embed_weight_VD=target.embed_weight_VD.detach().to(device, dtype),
+                head_weight_VD=target.head_weight_VD.detach().to(device, dtype),
+                embed_scale=target.info.embed_scale,
+                logit_softcap=target.info.logit_softcap,
+            ),
+            optimizer=MasterAdamW(
+                drafter.named_parameters(),
+                AdamWSettings(
+                    beta1=optim.beta1,
+                    beta2=optim.beta2,
+                    eps=optim.eps,
+                    weight_decay=optim.weight_decay,
+                    grad_clip=optim.grad_clip,
+                ),
+            ),
+            consumed=ConsumedPacks(packs, optim.epochs),
+            plan=StepPlan(
+                first_step=0,
+                total_steps=min(total_steps, optim.max_steps) if optim.max_steps else total_steps,
+                total_packs=total_packs,
+                packs_per_epoch=packs,
+                tokens=0,
+            ),
+            attention=pick_attention(config.loss.attention, device),
+        )
+
+    def _resume(self, parts: _Parts, start: StartPoint) -> StepPlan:
+        """Load the state, after comparing what it belongs to with this run."""
+        assert start.state_dir is not None
+        state = read_state(start.state_dir)
+        for line in compare(state.meta, self._identity(parts)):
+            _LOG.warning("resumed with a difference: %s", line)
+        parts.optimizer.load_state_tensors(state.tensors)
+        parts.consumed.load(state.tensors)
+        saved_at = start.saved_at()
+        if start.lineage == start.state_dir.parent.parent.name:
+            self._last_saved_step = state.step
+        self._status.checkpoint_saved(state.step, start.state_dir, saved_at)
+        _LOG.info(
+            "resumed from %s: step %d, %d packs consumed%s",
+            start.state_dir,
+            state.step,
+            parts.consumed.count(),
+            f"; skipped {len(start.skipped)} damaged" if start.skipped else "",
+        )
+        plan = parts.plan
+        return StepPlan(
+            first_step=state.step,
+            total_steps=plan.total_steps,
+            total_packs=plan.total_packs,
+            packs_per_epoch=plan.packs_per_epoch,
+            tokens=state.tokens,
+        )
+
+    def _open_evaluation(self, parts: _Parts) -> None:
+        config = self.config.eval
+        if not config.every:
+            return
+        prompts = read_prompts(config.prompts).prompts[: config.max_prompts]
+        if parts.target.tokenizer is None:
+            raise ConfigError("--eval-every needs the target's tokenizer, none is in --target-model")
+        self._evaluation = OnlineEvaluation(
+            cast("TargetLike", parts.target),
+            [encode_prompt(parts.target.tokenizer, prompt.messages) for prompt in prompts],
+            stop_ids=parts.target.info.stop_ids,
+            max_new_tokens=config.max_new_tokens,
+            lock=parts.target_lock,
+            beat=lambda: self._board.beat("evaluation"),
+        )
+
+    # -- pipeline -----------------------------------------------------------------------------------------
+
+    def _run_pipeline(self, parts: _Parts) -> None:
+        config, board = self.config, self._board
+        pool = PinnedPool()
+        feed: FeedQueue[BatchPlanItem] = FeedQueue(config.queue.feed_depth, board)
+        hidden_states: HiddenStatesQueue[QueuedPack] = HiddenStatesQueue(
+            board,
+            buckets=len(parts.sampler.edges),
+            min_ready=config.queue.hs_min_ready,
+            max_depth=config.queue.hs_max_depth,
+            max_bytes=config.queue.hs_max_bytes or available_bytes() * 2 // 5,
+            producers=len(config.devices.targets()),
+            seed=config.optim.seed,
+            ordered=config.queue.ordered,
+        )
+        feeder = Feeder(
+            parts.sampler,
+            feed,
+            is_consumed=parts.consumed.has,
+            open_epoch=hidden_states.open_epoch,
+            board=board,
+        )
+        cache_bytes = config.target.cache_features_bytes
+        target_worker = TargetWorker(
+            name=f"target-{worker_suffix(str(parts.target.device))}",
+            target=parts.target,
+            corpus=parts.corpus,
+            layer_ids=parts.drafter.config.target_layer_ids,
+            feed=feed,
+            sender=self._sender(parts, pool),
+            hidden_states=hidden_states,
+            board=board,
+            lock=parts.target_lock,
+            cache=SampleCache(cache_bytes) if cache_bytes else None,
+        )
+        drafter_worker = DrafterWorker(
+            name=f"drafter-{worker_suffix(str(parts.drafter.device))}",
+            drafter=parts.drafter,
+            ends=parts.ends,
+            optimizer=parts.optimizer,
+            receiver=self._receiver(parts, hidden_states, pool),
+            board=board,
+            config=config,
+            plan=parts.plan,
+            attention=parts.attention,
+            hooks=StepHooks(
+                consumed=parts.consumed.add,
+                report=self._reporter.submit,
+                first_pack=lambda: self._status.set_phase("training"),
+                after_step=self._after_step,
+                at_end=functools.partial(self._at_end, close=hidden_states.close),
+            ),
+        )
+        self._worker = drafter_worker
+        self._connect_sources(feed, hidden_states, target_worker, drafter_worker, parts)
+        group = WorkerGroup(board)
+        group.add("feeder", feeder.run)
+        group.add(target_worker.name, target_worker.run)
+        group.add(drafter_worker.name, drafter_worker.run)
+        self._leave_if_stopped()
+        self._status.set_phase("filling", f"until {config.queue.hs_min_ready} packs wait")
+        board.beat("start")
+        group.start()
+        self._watch(group)
+
+    def _watch(self, group: WorkerGroup) -> None:
+        """Wait for the workers; look at stop requests and at signs of life meanwhile."""
+        while not group.join(timeout_s=MONITOR_S):
+            if self._stopping.look():
+                self._board.stop.set()
+                self._status.set_phase("draining", "stop requested")
+            if self._stopping.is_abandoned:
+                return
+            if self._board.failure is not None:
+                group.join(timeout_s=JOIN_AFTER_FAILURE_S)
+                break
+            try:
+                self._board.check()
+            except StalledError as error:
+                self._board.fail("monitor", error)
+        group.raise_first()
+
+    def _sender(self, parts: _Parts, pool: PinnedPool) -> Sender:
+        if parts.target.device.type == "cpu":
+            return CpuSender()
+        return CudaSender(
+            board=self._board,
+            pool=pool,
+            device=str(parts.target.device),
+            shape=self._slot_shape(parts),
+            dtype=parts.target.dtype,
+        )
+
+    def _receiver(self, parts: _Parts, source: HiddenStatesQueue[QueuedPack], pool: PinnedPool) -> Receiver:
+        if parts.drafter.device.type == "cpu":
+            return CpuReceiver(source)
+        return CudaReceiver(
+            source,
+            board=self._board,
+            pool=pool,
+            device=str(parts.drafter.device),
+            shape=self._slot_shape(parts),
+            dtype=parts.target.dtype,
+        )
+
+    def _slot_shape(self, parts: _Parts) -> tuple[int, int, int]:
+        layers = len(parts.drafter.config.target_layer_ids)
+        return self.config.data.token_budget, layers, parts.target.info.hidden_size
+
+    def _connect_sources(
+        self,
+        feed: FeedQueue[BatchPlanItem],
+        hidden_states: HiddenStatesQueue[QueuedPack],
+        target: TargetWorker,
+        drafter: DrafterWorker,
+        parts: _Parts,
+    ) -> None:
+        sources = self._reporter.sources
+        edges = parts.sampler.edges
+        devices = [*self.config.devices.targets(), *self.config.devices.drafters()]
+        sources.tokens = lambda: drafter.tokens
+        sources.queue = lambda: queue_record(len(feed), hidden_states.snapshot(), edges)
+        sources.profile = lambda: {"target": target.timers.take(), "drafter": drafter.timers.take()}
+        sources.workers = lambda: [target.stats.take(), drafter.stats.take()]
+        sources.cuda = lambda: cuda_memory(devices)
+        sources.batch = lambda: batch_record(
+            sequences=target.sequences,
+            padded_tokens=target.padded_tokens,
+            valid_tokens=target.stats.tokens,
+            bucket_batches=[target.bucket_batches.get(bucket, 0) for bucket in range(len(edges))],
+        )
+
+    # -- between steps (called on the drafter's thread) ---------------------------------------------------
+
+    def _after_step(self, step: int) -> None:
+        config = self.config
+        self._status.progress(step)
+        is_last = step >= self._parts.plan.total_steps or self._board.stop.is_set()
+        if config.checkpoint.every and step % config.checkpoint.every == 0 and not is_last:
+            try:
+                self._save(step)
+            except CheckpointError as error:
+                # a full disk must not end a run whose earlier checkpoints are good
+                _LOG.error("checkpoint of step %d failed, training goes on: %s", step, error)
+                self._status.set_phase("training", f"checkpoint failed: {error}")
+        if config.eval.every and step % config.eval.every == 0 and not self._board.stop.is_set():
+            self._evaluate(step)
+
+    def _evaluate(self, step: int) -> None:
+        if self._evaluation is None:
+            return
+        with self._status.during("evaluating"), self._board.quiet("evaluation"):
+            record = self._evaluation.measure(self._parts.drafter, step)
+        _LOG.info("evaluation at step %d: acceptance length %s", step, record["acceptance_length"])
+        self._reporter.submit(
+            IntervalReport(
+                step=step,
+                tokens=self._tokens(),
+                train={"total_steps": self._parts.plan.total_steps},
+                evaluation=record,
+            )
+        )
+
+    def _at_end(self, step: int, *, close: Any) -> None:
+        """Release the producers, then save unless told not to."""
+        close()
+        self._board.stop.set()
+        stop = self._stopping.request
+        if stop is not None and not stop.save:
+            _LOG.info("stopped at step %d without saving, as asked", step)
+            return
+        self._save(step)
+
+    def _save(self, step: int) -> None:
+        """Publish export and state of a completed step, then prune."""
+        if step == self._last_saved_step:
+            return
+        parts, started_s = self._parts, time.monotonic()
+        with self._status.during("checkpointing", f"step {step}"), self._board.quiet("checkpoint"):
+            meta = {"mask_token_reason": parts.target.info.mask_token_reason}
+            self._store.save("export", step, lambda path: export_drafter(parts.drafter, meta, path))
+            state = TrainState(
+                step=step,
+                tokens=self._tokens(),
+                meta=self._identity(parts) | {"wandb_id": self._wandb_id, "noise_step": step},
+                tensors=parts.optimizer.state_tensors() | parts.consumed.tensors(),
+            )
+            path = self._store.save("state", step, functools.partial(write_state, state))
+            self._store.prune(self.config.checkpoint.keep)
+        self._last_saved_step = step
+        self._save_seconds = time.monotonic() - started_s
+        self._status.checkpoint_saved(step, path)
+        _LOG.info("checkpoint of step %d saved in %.1f s: %s", step, self._save_seconds, path)
+
+    def _tokens(self) -> int:
+        return self._parts.plan.tokens if self._worker is None else self._worker.tokens
+
+    def _identity(self, parts: _Parts) -> dict[str, Any]:
+        """Return what a stored state is compared by."""
+        config = self.config
+        return {
+            "config": config.as_dict(),
+            "config_hash": config_hash(config),
+            "data": {
+                "samples": len(parts.corpus),
+                "tokens": parts.corpus.report.tokens,
+                "sha256": parts.corpus.digest(),
+            },
+            "target": target_fingerprint(
+                parts.target.info.path, mask_token_id=parts.target.info.mask_token_id
+            ),
+            "world": {
+                "targets": list(config.devices.targets()),
+                "drafters": list(config.devices.drafters()),
+            },
+            "seeds": {"run": config.optim.seed},
+            "versions": {"torch": self._code["versions"]["torch"]},
+            "code": {"git_sha": self._code["git_sha"]},
+        }
+
+    # -- stop (main thread) -------------------------------------------------------------------------------
+
+    def _leave_if_stopped(self) -> None:
+        if self._stopping.look() or self._stopping.request is not None:
+            raise StoppedEarlyError
+
+    def _needed_to_stop_s(self) -> float:
+        return (self._worker.step_seconds if self._worker else 0.0) + 2.0 * self._save_seconds
