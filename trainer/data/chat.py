@@ -72,6 +72,40 @@ def encode_chat(
     return EncodedChat(whole, mask, lost)
 
 
+def join_completion(
+    tokenizer: Any, messages: Messages, completion_ids: Any, *, stop_ids: Collection[int]
+) -> EncodedChat | None:
+    """Put recorded completion tokens behind the prompt's: exactly what the target read and said.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: turns that end with the completion's text.
+        completion_ids: the tokens of that last turn as generated, its stop token included.
+        stop_ids: ids that end a turn.
+
+    Returns:
+        The chat with only the completion supervised, or None when the ids do not spell the last turn (they
+        belong to another tokenizer, or somebody edited the text).
+    """
+    if messages[-1]["role"] != "assistant" or not _are_ids(completion_ids):
+        return None
+    text = tokenizer.decode([token for token in completion_ids if token not in stop_ids])
+    if text != messages[-1]["content"]:
+        return None
+    prompt = encode_prompt(tokenizer, messages[:-1])
+    return EncodedChat(prompt + completion_ids, [0] * len(prompt) + [1] * len(completion_ids), 0)
+
+
+def _are_ids(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in value
+        )
+    )
+
+
 def _find_span(tokenizer: Any, messages: Messages, index: int, whole: list[int]) -> tuple[int, int] | None:
     # Templates may drop earlier thinking or merge tokens across the border: no faithful sample.
     before = encode_prompt(tokenizer, messages[:index])

@@ -114,7 +114,8 @@ def _complete_all(
             model, [entry.input_ids for entry in batch], max_new_tokens=args.max_new_tokens, stop_ids=stops
         )
         for entry, completion in zip(batch, completions, strict=True):
-            stream.write(json.dumps(_row(tokenizer, entry, completion, stops), ensure_ascii=False) + "\n")
+            row = _row(tokenizer, entry, completion, stops)
+            stream.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
             tokens += len(completion.token_ids)
         stream.flush()
         os.fsync(stream.fileno())
@@ -187,8 +188,8 @@ def _row(
         "domain": entry.prompt.domain,
         "messages": [*entry.prompt.messages, answer],
         "finish_reason": "length" if completion.is_cut_off else "stop",
-        "prompt_tokens": len(entry.input_ids),
-        "completion_tokens": len(completion.token_ids),
+        # The text alone is not enough: tokenizing it again does not always give what the target said.
+        "completion_ids": completion.token_ids,
     }
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from trainer.data.chat import encode_chat, find_message_fault
+from trainer.data.chat import EncodedChat, encode_chat, find_message_fault, join_completion
 from trainer.data.corpus import SKIP_REASONS, SUFFIXES, parse_row
 from trainer.data.pretrained import get_tokenizer, stop_token_ids
 from trainer.data.prompts import read_json_lines
@@ -58,6 +58,8 @@ class PrepareReport:
     held_out: int = 0
     truncated: int = 0
     unsupervised_turns: int = 0
+    from_completion_ids: int = 0
+    """rows taken from recorded tokens; the others were tokenized from their text"""
     tokens: int = 0
     supervised_tokens: int = 0
     domains: Counter[str] = field(default_factory=Counter)
@@ -80,6 +82,7 @@ class PrepareReport:
             "held_out": self.held_out,
             "truncated": self.truncated,
             "unsupervised_turns": self.unsupervised_turns,
+            "from_completion_ids": self.from_completion_ids,
             "tokens": self.tokens,
             "supervised_tokens": self.supervised_tokens,
             "domains": dict(sorted(self.domains.items())),
@@ -200,12 +203,7 @@ class ChatPreparer:
         self._seen.add(digest)
         last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
         try:
-            chat = encode_chat(
-                self._tokenizer,
-                messages,
-                stop_ids=self._stop_ids,
-                is_cut_off=row.get("finish_reason") == "length",
-            )
+            chat = self._encode(row, messages)
         except (TemplateError, ValueError, KeyError, TypeError):
             return "template_error"
         if chat is None:
@@ -227,6 +225,16 @@ class ChatPreparer:
             is_truncated=len(chat.input_ids) > self._max_seq_len,
             unsupervised_turns=chat.unsupervised_turns,
         )
+
+    def _encode(self, row: dict[str, Any], messages: list[dict[str, str]]) -> EncodedChat | None:
+        recorded = join_completion(
+            self._tokenizer, messages, row.get("completion_ids"), stop_ids=self._stop_ids
+        )
+        if recorded is not None:
+            self.report.from_completion_ids += 1
+            return recorded
+        is_cut_off = row.get("finish_reason") == "length"
+        return encode_chat(self._tokenizer, messages, stop_ids=self._stop_ids, is_cut_off=is_cut_off)
 
 
 def is_held_out(row: PreparedRow, ratio: float) -> bool:

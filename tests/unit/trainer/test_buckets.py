@@ -1,4 +1,4 @@
-"""The epoch plan: each sample once, never above the budget, one bucket a batch, the same for the same seed."""
+"""The epoch plan: each sample once, never above the budget, one bucket a batch, same for the same seed."""
 
 from __future__ import annotations
 

@@ -287,3 +287,26 @@ def test_a_missing_input_is_refused(model_dir, tmp_path):
 
     with pytest.raises(DataError, match=r"cannot read: .*none\.jsonl: No such file"):
         run_prepare(parser.parse_args(arguments))
+
+
+def test_recorded_completion_tokens_are_used_as_they_are(model_dir, tmp_path):
+    tokenizer = tiny_tokenizer()
+    ids = [*tokenizer("good day")["input_ids"], END_ID]
+
+    report = prepare(model_dir, tmp_path, [GOOD | {"completion_ids": ids, "finish_reason": "stop"}])
+
+    corpus = Corpus.open(tmp_path / "out", max_seq_len=512, vocab_size=97)
+    prompt = encode_prompt(tokenizer, GOOD["messages"][:1])
+    assert corpus[0].input_ids_T.tolist() == prompt + ids
+    assert corpus[0].loss_mask_T.tolist() == [False] * len(prompt) + [True] * len(ids)
+    assert report["from_completion_ids"] == 1
+
+
+@pytest.mark.parametrize(
+    "ids", [[5, 6, 7], "text", [], [True], [-1], [1.5], None, [2**40]], ids=lambda ids: str(ids)[:10]
+)
+def test_recorded_tokens_that_do_not_spell_the_text_are_replaced_by_the_text(model_dir, tmp_path, ids):
+    report = prepare(model_dir, tmp_path, [GOOD | {"completion_ids": ids}])
+
+    assert report["from_completion_ids"] == 0
+    assert report["train"] == 1
