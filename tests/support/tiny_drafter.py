@@ -7,10 +7,12 @@ with random hidden states. Everything is seeded; nothing here may be used outsid
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.support.tiny import tiny_target
 from trainer.drafter.anchors import Anchors
 from trainer.drafter.loss import FrozenEnds
 from trainer.drafter.model import Drafter, DrafterConfig, build_drafter
@@ -19,8 +21,13 @@ from trainer.pipeline.messages import FeaturePack, PackedTokens
 VOCAB, HIDDEN, LAYERS, MASK_ID = 97, 64, 8, 96
 
 
+def talkative_target(folder: Path) -> Path:
+    """A tiny target whose greedy continuations vary; with small weights they repeat one token for ever."""
+    return tiny_target(folder, initializer_range=0.4)
+
+
 def drafter_config(**overrides: Any) -> DrafterConfig:
-    """A valid tiny config; `layers` and `sliding` are short cuts."""
+    """A valid tiny config; any field can be overridden."""
     fields: dict[str, Any] = {
         "num_hidden_layers": 2,
         "hidden_size": HIDDEN,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.tiny import tiny_target
-from tests.support.tiny_drafter import MASK_ID, drafter_config, make_drafter
+from tests.support.tiny_drafter import MASK_ID, drafter_config, make_drafter, talkative_target
 from trainer.eval.speculative import Sampling, speculative_generate
 from trainer.target.loader import load_target
 
@@ -22,7 +22,7 @@ PROMPTS = [[5 + (7 * i + 3 * j) % 50 for j in range(1 + 3 * i)] for i in range(8
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    return load_target(tiny_target(tmp_path_factory.mktemp("target")), device="cpu", dtype=torch.float32)
+    return load_target(talkative_target(tmp_path_factory.mktemp("target")), device="cpu", dtype=torch.float32)
 
 
 class ScriptedDrafter:
@@ -46,6 +46,7 @@ class ScriptedDrafter:
 def test_golden_28_output_equals_the_targets_own(target, size: int, stops: str) -> None:
     for index, prompt in enumerate(PROMPTS):
         own = _greedy(target, prompt, 24)
+        assert len(set(own)) > 8
         # A token out of the middle of the continuation makes a stop that falls inside a block.
         eos = {own[13]} if stops == "early" else set()
         expected = own[: own.index(own[13]) + 1] if eos else own
@@ -97,7 +98,8 @@ def test_golden_29_oracle_reaches_the_block_size_and_adversary_one(target, size:
     assert best.token_ids == worst.token_ids == tokens[len(PROMPTS[3]) :][:33]
 
 
-def test_golden_30_sampled_output_follows_the_target(target) -> None:
+def test_golden_30_sampled_output_follows_the_target(tmp_path) -> None:
+    target = load_target(tiny_target(tmp_path), device="cpu", dtype=torch.float32)
     prompt, temperature, draws = PROMPTS[1], 0.35, 500
     drafter = make_drafter(seed=4, block_size=4)
     generator = torch.Generator().manual_seed(11)
@@ -144,7 +146,7 @@ def test_golden_31_forwards_and_tokens_are_accounted_for(target, size: int) -> N
 
 def test_golden_32_the_mask_rows_embedding_changes_drafts_only(tmp_path) -> None:
     drafter = make_drafter(seed=2)
-    changed = load_target(tiny_target(tmp_path), device="cpu", dtype=torch.float32)
+    changed = load_target(talkative_target(tmp_path), device="cpu", dtype=torch.float32)
     prompt = PROMPTS[4]
     before, drafts_before = _with_drafts(changed, drafter, prompt)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.support.tiny import tiny_target
-from tests.support.tiny_drafter import MASK_ID, drafter_config, make_pack
+from tests.support.tiny_drafter import MASK_ID, drafter_config, make_pack, talkative_target
 from trainer.drafter.acceptance import summarize
 from trainer.drafter.anchors import anchor_candidates, block_labels, pad_anchors, select_anchors
 from trainer.drafter.loss import microbatch_sums
@@ -18,10 +17,11 @@ STEPS = 400
 
 
 def test_golden_37_overfit_reaches_the_block_size(tmp_path) -> None:
-    target = load_target(tiny_target(tmp_path), device="cpu", dtype=torch.float32, mask_token_id=MASK_ID)
+    target = load_target(talkative_target(tmp_path), device="cpu", dtype=torch.float32, mask_token_id=MASK_ID)
     prompt = [5, 17, 29, 41, 8, 20, 33, 45]
     answer = speculative_generate(target, None, prompt, max_new_tokens=41, eos_ids=()).token_ids
     drafter = build_drafter(drafter_config(), seed=0, dtype=torch.float32)
+    untrained = speculative_generate(target, drafter, prompt, max_new_tokens=37, eos_ids=())
     ends = frozen_ends(target, drafter.config)
     tokens = _one_document(prompt + answer, supervised_from=len(prompt))
     features, _ = target.hidden_states(tokens.input_ids_T[None], None, drafter.config.target_layer_ids)
@@ -52,6 +52,8 @@ def test_golden_37_overfit_reaches_the_block_size(tmp_path) -> None:
 
     reading = summarize(sums.counts)
     result = speculative_generate(target, drafter, prompt, max_new_tokens=37, eos_ids=())
+    assert len(set(answer)) > 20
+    assert untrained.acceptance_length < 1.5
     assert reading.complete_blocks == count - 2
     assert reading.expected_acceptance_length == 4.0
     assert result.acceptance_length == 4.0
