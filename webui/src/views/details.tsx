@@ -1,0 +1,112 @@
+import { decimal, duration, integer, utc } from "../format";
+import { now } from "../live";
+import type { Attempt, Condition, Event, MetricRecord, Run } from "../model";
+import { Badge, When } from "./parts";
+
+export function Facts({ run, latest }: { run: Run; latest: MetricRecord | null }) {
+  const status = run.attempt?.status;
+  const checkpoint = run.attempt?.last_checkpoint;
+  return (
+    <dl class="facts" style={{ margin: "12px 0" }}>
+      <dt>attempt</dt>
+      <dd>{run.attempt ? <>{run.attempt.number} · <Badge word={run.attempt.state} /> started <When at={run.attempt.started_at} /></> : "none yet"}</dd>
+      <dt>trainer phase</dt>
+      <dd>{status?.phase ?? "–"}{status?.phase_since != null && ` for ${duration(now.value / 1000 - status.phase_since)}`}{status?.message ? ` (${status.message})` : ""}</dd>
+      <dt>step</dt>
+      <dd>{integer(status?.step)} of {integer(status?.total_steps)}</dd>
+      <dt>loss · EAL · tokens/s</dt>
+      <dd>{decimal(latest?.train?.loss, 3)} · {decimal(latest?.train?.eal, 2)} · {integer(latest?.train?.tok_s)}</dd>
+      <dt>last checkpoint</dt>
+      <dd>{checkpoint ? `step ${integer(checkpoint.step)}` : "–"}</dd>
+      {run.next_start_at && <><dt>next start</dt><dd>{utc(run.next_start_at)}</dd></>}
+    </dl>
+  );
+}
+
+export function Conditions({ conditions }: { conditions: Condition[] }) {
+  if (conditions.length === 0) return null;
+  return (
+    <details open={conditions.some((condition) => condition.status === "false")}>
+      <summary>Conditions ({conditions.filter((condition) => condition.status === "true").length} of {conditions.length} true)</summary>
+      <div class="scroll">
+        <table>
+          <tbody>
+            {conditions.map((condition) => (
+              <tr key={condition.type}>
+                <td>{condition.type}</td>
+                <td><Badge word={condition.status} /></td>
+                <td>{condition.reason}{condition.message && <div class="soft">{condition.message}</div>}</td>
+                <td class="soft"><When at={condition.since} /></td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </details>
+  );
+}
+
+function ending(attempt: Attempt): string {
+  const cause = [attempt.reason, attempt.exit_signal != null ? `signal ${attempt.exit_signal}` : attempt.exit_code != null ? `exit ${attempt.exit_code}` : null];
+  return cause.filter(Boolean).join(" · ") || "–";
+}
+
+interface AttemptsProps {
+  attempts: Attempt[];
+  selected: number | null;
+  onSelect: (number: number) => void;
+}
+
+export function Attempts({ attempts, selected, onSelect }: AttemptsProps) {
+  return (
+    <section class="card" aria-label="attempts">
+      <h2>Attempts</h2>
+      {attempts.length === 0 && <p class="soft">none yet</p>}
+      {attempts.length > 0 && (
+        <div class="scroll">
+          <table>
+            <thead><tr><th>No.</th><th>State</th><th>Why it began</th><th>Why it ended</th><th>Started</th><th>Ran</th><th>Log</th></tr></thead>
+            <tbody>
+              {attempts.map((attempt) => (
+                <tr key={attempt.id}>
+                  <td>{attempt.number}</td>
+                  <td><Badge word={attempt.state} /></td>
+                  <td>{attempt.trigger}</td>
+                  <td>{ending(attempt)}{attempt.message && <div class="soft">{attempt.message}</div>}</td>
+                  <td><When at={attempt.started_at} /></td>
+                  <td>{attempt.started_at ? duration(((attempt.ended_at ? Date.parse(attempt.ended_at) : now.value) - Date.parse(attempt.started_at)) / 1000) : "–"}</td>
+                  <td><button class="plain" aria-pressed={attempt.number === selected} title={attempt.log_path} onClick={() => onSelect(attempt.number)}>show log</button></td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+    </section>
+  );
+}
+
+export function Events({ events }: { events: Event[] }) {
+  return (
+    <section class="card" aria-label="events">
+      <h2>Events</h2>
+      {events.length === 0 && <p class="soft">none yet</p>}
+      {events.length > 0 && (
+        <div class="scroll">
+          <table>
+            <tbody>
+              {events.map((event) => (
+                <tr key={event.id}>
+                  <td class="soft" style={{ whiteSpace: "nowrap" }}><When at={event.at} /></td>
+                  <td>{event.reason}</td>
+                  <td>{event.message}</td>
+                  <td class="soft">{event.actor}</td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+    </section>
+  );
+}
