@@ -129,10 +129,11 @@ def current_deployment(session: Session, node: Node) -> Deployment | None:
 
 def deployment_for_run(session: Session, run: Run) -> Deployment | None:
     """The pair that the run's next attempt will use: its own pin, else the node's current one."""
-    if run.pinned_deployment_id:
-        return session.get(Deployment, run.pinned_deployment_id)
     node = session.get(Node, run.node_id)
-    return current_deployment(session, node) if node else None
+    current = node.current_deployment_id if node else None
+    if run.pinned_deployment_id and (run.pinned_against_id is None or run.pinned_against_id == current):
+        return session.get(Deployment, run.pinned_deployment_id)
+    return session.get(Deployment, current) if current else None
 
 
 def newest_metric(session: Session, run_id: str, *, attempt_id: str | None = None) -> MetricLine | None:

@@ -155,6 +155,8 @@ class Run(SQLModel, table=True):
     """{"attempt_id", "actor", "reason", "force"}."""
     pinned_deployment_id: str | None = None
     """Set by rollback or auto-revert; else the node's current deployment is used."""
+    pinned_against_id: str | None = None
+    """Deployment that the pin avoids: when a newer one becomes current, the pin no longer holds."""
     good_deployment_id: str | None = None
     """Last deployment on which an attempt of this run passed the gate."""
     conditions: list[Json] = _json_list()
@@ -185,6 +187,8 @@ class Attempt(SQLModel, table=True):
     run_id: str = Field(foreign_key="run.id", ondelete="CASCADE")
     node_id: str = Field(foreign_key="node.id", index=True)
     number: int
+    intent: int = 0
+    """`Run.intent` when it was planned: below it, a newer start or restart was asked for."""
     state: str = Field(index=True)
     reason: str | None = None
     message: str = ""
