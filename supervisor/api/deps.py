@@ -7,15 +7,17 @@ here builds anything: no engine, no transport, no loop.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Annotated, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from fastapi import Depends, Query, Request
 
-    from supervisor.clock import Clock
-    from supervisor.settings import Settings
-    from supervisor.store.tables import Attempt
-    from supervisor.store.writer import Store
+from supervisor.api.access import ApiState, authorize
+from supervisor.clock import Clock
+from supervisor.services.auth import Principal
+from supervisor.services.hub import Hub
+from supervisor.settings import Settings
+from supervisor.store.tables import Attempt
+from supervisor.store.writer import Store
 
 
 class LogReader(Protocol):
@@ -33,50 +35,6 @@ class LogReader(Protocol):
         ...
 
 
-class HubMessage(Protocol):
-    """One thing that happened, already JSON-ready."""
-
-    @property
-    def topic(self) -> str:
-        """`event`, `state`, `status`, `metrics`, `gpu`, `log`, `operation` ..."""
-        ...
-
-    @property
-    def run(self) -> str | None:
-        """Name of the run concerned, if any."""
-        ...
-
-    @property
-    def node(self) -> str | None:
-        """Name of the node concerned, if any."""
-        ...
-
-    @property
-    def data(self) -> Mapping[str, Any]:
-        """The payload; for topic `event` the event's view with its integer `id`."""
-        ...
-
-
-class Subscription(Protocol):
-    """One client's bounded queue."""
-
-    async def get(self) -> HubMessage | None:
-        """Next message; None once the queue has overflowed, `close()` was called or the hub was closed."""
-        ...
-
-    def close(self) -> None:
-        """Give the queue back; idempotent."""
-        ...
-
-
-class Hub(Protocol):
-    """In-memory fan-out; losing a message costs a client latency only."""
-
-    def subscribe(self, *, max_queue: int = 1000) -> Subscription:
-        """Start receiving."""
-        ...
-
-
 class SupervisorState(Protocol):
     """`app.state.supervisor`."""
 
@@ -89,3 +47,23 @@ class SupervisorState(Protocol):
     def hint(self, object_id: str) -> None:
         """Look at this run or node now; called after the commit that changed its intent."""
         ...
+
+
+def get_state(request: Request) -> SupervisorState:
+    """The daemon's parts."""
+    state: SupervisorState = request.app.state.supervisor
+    return state
+
+
+def get_api_state(request: Request) -> ApiState:
+    """This package's own state."""
+    state: ApiState = request.app.state.api
+    return state
+
+
+State = Annotated[SupervisorState, Depends(get_state)]
+Api = Annotated[ApiState, Depends(get_api_state)]
+Caller = Annotated[Principal, Depends(authorize)]
+DryRun = Annotated[bool, Query(description="Answer with the plan; change nothing.")]
+Limit = Annotated[int, Query(ge=1, le=200, description="Items on a page.")]
+Cursor = Annotated[str | None, Query(max_length=256, description="`next_cursor` of the page before.")]

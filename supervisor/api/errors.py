@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 
 from supervisor.api.jsonsafe import SafeJSONResponse
@@ -45,6 +44,9 @@ STATUS_BY_CLASS: Mapping[type[domain.SupervisorError], tuple[int, str]] = {
     domain.ContainerError: (502, "container"),
     domain.DeployError: (502, "deploy"),
     domain.ShimError: (502, "shim"),
+    domain.StoreError: (500, "store"),
+    domain.StoreBusyError: (503, "unavailable"),
+    domain.StoreFullError: (507, "insufficient-storage"),
 }
 """Status and last part of `type`; a class not listed takes its nearest parent's."""
 
@@ -114,6 +116,8 @@ def problem_of(error: domain.SupervisorError, *, instance: str) -> SafeJSONRespo
     """The answer for one of our own errors."""
     status, kind = _status_of(error)
     headers = dict(getattr(error, "headers", {}))
+    if status == 503:
+        headers.setdefault("Retry-After", "1")
     if status == 401:
         headers.setdefault("WWW-Authenticate", 'Bearer realm="dflash-supervisor"')
     return problem(
@@ -203,32 +207,6 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     )
 
 
-async def _on_database_error(request: Request, error: Exception) -> Response:
-    text = str(getattr(error, "orig", error)).lower()
-    if "locked" in text or "busy" in text:
-        return problem(
-            503,
-            "unavailable",
-            "DatabaseBusy",
-            "the database is locked by another process",
-            instance=instance_of(request),
-            hint="repeat in a second; end the other program that has the state folder's database open",
-            retryable=True,
-            headers={"Retry-After": "1"},
-        )
-    if "full" in text or "disk i/o" in text:
-        return problem(
-            507,
-            "insufficient-storage",
-            "DiskFull",
-            "the database cannot be written: no space in the state folder",
-            instance=instance_of(request),
-            hint="free space; nothing acknowledged is lost and no restart is needed",
-            retryable=True,
-        )
-    return await _on_unexpected(request, error)
-
-
 async def _on_unexpected(request: Request, error: Exception) -> Response:
     # The request boundary: the error ends this request only, with its traceback in the log under the id.
     log.error("request %s failed", instance_of(request), exc_info=error)
@@ -247,5 +225,4 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(domain.SupervisorError, _on_supervisor_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(OperationalError, _on_database_error)
     app.add_exception_handler(Exception, _on_unexpected)
