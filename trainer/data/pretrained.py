@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
-from trainer.errors import CheckpointError, ConfigError
+from trainer.errors import CheckpointError, ConfigError, OutOfMemoryError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -74,6 +74,7 @@ def load_causal_lm(
         ConfigError: no safetensors weights, or transformers cannot build this model.
         CheckpointError: weights are damaged, or some of the model's tensors are missing from them
             (transformers would fill those with random numbers).
+        OutOfMemoryError: the device is too small.
     """
     config = load_config(directory)
     if not any(directory.glob("*.safetensors")):
@@ -88,6 +89,8 @@ def load_causal_lm(
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            # Not to ignore them: so that they come back in `info` and are refused below with their names.
+            ignore_mismatched_sizes=True,
         )
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise ConfigError(f"cannot load the target model: {directory}: {error}") from error
@@ -96,13 +99,16 @@ def load_causal_lm(
         if type(error).__name__ != "SafetensorError":
             raise
         raise CheckpointError(f"target weights are damaged: {directory}: {error}") from error
-    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    missing = sorted(info["missing_keys"]) + sorted(str(entry[0]) for entry in info["mismatched_keys"])
     if missing:
         shown = ", ".join(missing[:5])
         raise CheckpointError(
-            f"target weights lack {len(missing)} tensors of the model: {directory}: {shown}"
+            f"target weights lack or misshape {len(missing)} tensors of the model: {directory}: {shown}"
         )
-    frozen: torch.nn.Module = model.requires_grad_(False).eval().to(device)
+    try:
+        frozen: torch.nn.Module = model.requires_grad_(False).eval().to(device)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(f"target does not fit on {device}: {directory}: {error}") from error
     return frozen
 
 
