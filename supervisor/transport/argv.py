@@ -86,37 +86,42 @@ def _masked(word: str, hidden: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Random markers that tell a command's own output and status from everything around them."""
+    """Random markers that tell a command's own output and status from everything around them.
+
+    The script puts them together when it runs, so that a listing of its text (`ps`, `set -x`) holds none.
+    """
 
     token: str = field(default_factory=lambda: secrets.token_hex(12))
 
     @property
     def begin(self) -> bytes:
         """Printed on both streams immediately before the command starts."""
-        return f"<<dflash:{self.token}:begin>>".encode()
+        return f"{self._head}:begin>>".encode()
 
     @property
     def end(self) -> bytes:
         """Printed on both streams after the command, followed by its status and `>>`."""
-        return f"<<dflash:{self.token}:end=".encode()
+        return f"{self._head}:end=".encode()
 
     def script(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> str:
         """POSIX shell text that runs `argv` between the markers and reports its own status.
 
         `exec` in a subshell keeps words such as `if`, `exit` or `A=b` from being taken as shell syntax.
         """
-        return (
-            f"{_exports(env)}{self._announce()}; (exec {shlex.join(argv)}); s=$?; "
-            f"printf '%s%s>>' '{self.end.decode()}' \"$s\"; printf '%s%s>>' '{self.end.decode()}' \"$s\" >&2"
-        )
+        report = f"printf '%s:%s=%s>>' '{self._head}' end \"$s\""
+        return f"{_exports(env)}{self._announce()}; (exec {shlex.join(argv)}); s=$?; {report}; {report} >&2"
 
     def channel_script(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> str:
         """Like `script` for a long-lived command, which replaces the shell; only its start is marked."""
         return f"{_exports(env)}{self._announce()}; exec {shlex.join(argv)}"
 
     def _announce(self) -> str:
-        begin = self.begin.decode()
-        return f"printf %s '{begin}'; printf %s '{begin}' >&2"
+        report = f"printf '%s:%s>>' '{self._head}' begin"
+        return f"{report}; {report} >&2"
+
+    @property
+    def _head(self) -> str:
+        return f"<<dflash:{self.token}"
 
 
 def _exports(env: Mapping[str, str] | None) -> str:

@@ -31,9 +31,16 @@ CHUNK_BYTES = 256 << 10
 _WRITE_FAILED, _MISMATCH, _RENAME_FAILED = 73, 74, 75
 _NOT_FOUND, _NOT_A_FILE = 66, 67
 
+_PART = ".dflash-part-"
+
+# What a power cut or a lost link left behind a day ago or earlier.
+_SWEEP = f"""find "${{4%/*}}/" -maxdepth 1 -type f -name '{_PART}*' -mmin +1440 -delete
+"""
+
 # The digest follows the bytes on stdin, so one pass over the source is enough. A cut link ends stdin early:
 # the digest line is then missing, nothing matches and the temporary file goes away.
-_PUT_SCRIPT = """umask 077
+_PUT_SCRIPT = (
+    """umask 077
 fail() { rm -f -- "$1"; exit "$2"; }
 head -c "$2" > "$1" || fail "$1" 73
 IFS= read -r want || want=
@@ -42,17 +49,24 @@ seen=${seen%% *}
 [ "$seen" = "$want" ] || { printf %s "$seen"; fail "$1" 74; }
 chmod "$3" "$1" && sync "$1" && mv -fT -- "$1" "$4" || fail "$1" 75
 sync "${4%/*}/"
-printf %s "$seen"
 """
+    + _SWEEP
+    + """printf %s "$seen"
+"""
+)
 
-_COMMIT_SCRIPT = """fail() { rm -f -- "$1"; exit "$2"; }
+_COMMIT_SCRIPT = (
+    """fail() { rm -f -- "$1"; exit "$2"; }
 seen=$(sha256sum < "$1") || exit 73
 seen=${seen%% *}
 [ "$seen" = "$2" ] || { printf %s "$seen"; fail "$1" 74; }
 chmod "$3" "$1" && sync "$1" && mv -fT -- "$1" "$4" || fail "$1" 75
 sync "${4%/*}/"
-printf %s "$seen"
 """
+    + _SWEEP
+    + """printf %s "$seen"
+"""
+)
 
 _GET_SCRIPT = """[ -e "$1" ] || exit 66
 [ -d "$1" ] && exit 67
@@ -140,7 +154,7 @@ class Target:
             raise RequestError(
                 f"cannot copy to {path!r}: it must be an absolute path of a file", reason="BadPath"
             )
-        return cls(path, posixpath.join(folder, f".part-{secrets.token_hex(8)}"))
+        return cls(path, posixpath.join(folder, f"{_PART}{secrets.token_hex(8)}"))
 
 
 def put_argv(target: Target, *, size: int, mode: int) -> tuple[str, ...]:

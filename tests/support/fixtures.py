@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pct_host import PctHost
 from tests.support.sshd import SshHost, require_test_bed
 
 _LOOPBACK = ("127.", "::1", "localhost", "0.0.0.0")
@@ -40,4 +41,12 @@ def ssh_host(tmp_path: Path) -> Iterator[SshHost]:
     """A fresh host with a real sshd."""
     require_test_bed()
     with SshHost(tmp_path / "host") as host:
+        yield host
+
+
+@pytest.fixture
+def pct_host(tmp_path: Path) -> Iterator[PctHost]:
+    """A fresh Proxmox-like host with container 200 running."""
+    require_test_bed()
+    with PctHost(tmp_path / "host") as host:
         yield host

@@ -134,6 +134,14 @@ class SshHost:
         }
         return SshTarget(**(fields | changes))  # type: ignore[arg-type]
 
+    def ssh_words(self) -> list[str]:
+        """The ssh client's words for this host, past the link; the remote command is to be appended."""
+        known = self.folder / "known_hosts"
+        known.write_text(f"[127.0.0.1]:{self._port} {self.host_key_line}\n", "utf-8")
+        options = [f"UserKnownHostsFile={known}", "IdentitiesOnly=yes", "BatchMode=yes", "LogLevel=ERROR"]
+        words = ["ssh", "-F", "none", "-p", str(self._port), "-i", str(self.identity)]
+        return [*words, *(part for option in options for part in ("-o", option)), "root@127.0.0.1"]
+
     def order(self, line: str) -> None:
         """One order to process 1 of the host: sshd-start, sshd-stop, pct-add, pct-remove."""
         assert self._process is not None
