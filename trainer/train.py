@@ -418,7 +418,7 @@ class Trainer:
         while not group.join(timeout_s=MONITOR_S):
             if self._stopping.look():
                 self._board.stop.set()
-                self._status.set_phase("draining", "stop requested")
+                self._status.drain("stop requested")
             if self._stopping.is_abandoned:
                 return
             if self._board.failure is not None:

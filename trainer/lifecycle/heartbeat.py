@@ -42,6 +42,8 @@ class StatusFile:
         self._wall = wall
         self._lock = threading.RLock()
         self._has_complained = False
+        self._nested = 0
+        self._draining = ""
         self._record: dict[str, Any] = {
             "v": STATUS_VERSION,
             "pid": os.getpid(),
@@ -72,13 +74,26 @@ class StatusFile:
 
     @contextlib.contextmanager
     def during(self, phase: Phase, message: str = "") -> Iterator[None]:
-        """Be in a phase for a while, then return to the one before."""
-        before = self._record["phase"], self._record["message"]
+        """Be in a phase for a while, then return to the one before (to draining once that has begun)."""
+        with self._lock:
+            before = self._record["phase"], self._record["message"]
+            self._nested += 1
         self.set_phase(phase, message)
         try:
             yield
         finally:
-            self.set_phase(*before)
+            with self._lock:
+                self._nested -= 1
+                after = ("draining", self._draining) if self._draining else before
+            self.set_phase(*after)
+
+    def drain(self, message: str) -> None:
+        """Enter `draining`; a save or evaluation that is going on keeps its phase until it ends."""
+        with self._lock:
+            self._draining = message
+            if self._nested:
+                return
+        self.set_phase("draining", message)
 
     def progress(self, step: int, total_steps: int | None = None) -> None:
         """Record that work went on; the file follows at the next write."""

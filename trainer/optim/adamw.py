@@ -75,10 +75,11 @@ class MasterAdamW:
         if numerator.requires_grad:
             numerator.backward()  # type: ignore[no-untyped-call]
         have = [name for name, parameter in self._parameters.items() if parameter.grad is not None]
-        torch._foreach_add_(
-            [self._gradients[name] for name in have],
-            [_gradient(self._parameters[name]).float() for name in have],
-        )
+        if have:  # a micro-batch without anchors brings no gradient at all
+            torch._foreach_add_(
+                [self._gradients[name] for name in have],
+                [_gradient(self._parameters[name]).float() for name in have],
+            )
         for parameter in self._parameters.values():
             parameter.grad = None
         self._numerator += numerator.detach()

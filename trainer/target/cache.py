@@ -35,7 +35,7 @@ class SampleCache:
 
     def add_pack(self, sample_ids: Sequence[int], lengths: Sequence[int], hidden_TLD: Tensor) -> None:
         """Keep a copy of each sample of a pack as far as there is room."""
-        for sample, part in zip(sample_ids, hidden_TLD.split(list(lengths)), strict=True):
+        for sample, part in zip(sample_ids, torch.split(hidden_TLD, list(lengths)), strict=True):
             size = part.numel() * part.element_size()
             with self._lock:
                 if sample in self._entries or self.nbytes + size > self._max_bytes:
