@@ -1,8 +1,8 @@
 """The exported drafter on disk: a directory that z-lab's code, SGLang and vLLM load as it is.
 
 Called by the drafter worker (`export_drafter`), by `drafter.exported` (`read_export`) and by the `export`
-command (`run_export`). Must not know the drafter's class, which sits above this layer; training state is
-elsewhere.
+command (`check_export`, `copy_export`). Must not know the drafter's class, which sits above this layer;
+training state is elsewhere.
 
 Serving engines skip tensors that they do not know, which turns a wrong name into random weights and an
 acceptance length of 1. Everything here is therefore strict: nothing missing, nothing extra, every shape
@@ -197,17 +197,12 @@ def check_export(directory: Path) -> ExportReport:
     )
 
 
-def run_export(source: Path, output: Path | None, *, overwrite: bool = False) -> ExportReport:
-    """Run the `export` command: check an export and, with `output`, write it there in the full format.
-
-    A published drafter that lacks some engine's keys loads here too; the copy has them all. Without
-    `output` this is `export --check`.
+def copy_export(source: Path, output: Path, *, overwrite: bool = False) -> ExportReport:
+    """Write an export again, in the full format: a published drafter may lack keys that some engine reads.
 
     Raises:
         CheckpointError: the source does not verify, or the output exists.
     """
-    if output is None:
-        return check_export(source)
     exported = read_export(source)
     write_export(exported.fields, exported.tensors, {"source": source}, output, overwrite=overwrite)
     return check_export(output)

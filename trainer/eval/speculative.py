@@ -21,13 +21,7 @@ from trainer.drafter.cache import DraftCache
 from trainer.drafter.loss import FrozenEnds
 from trainer.drafter.model import DrafterConfig
 from trainer.errors import ConfigError
-
-
-class TargetCacheLike(Protocol):
-    """The target's cache of a committed prefix."""
-
-    def crop(self, length: int) -> None:
-        """Forget everything behind the first `length` tokens."""
+from trainer.target.capture import TargetCache
 
 
 class TargetLike(Protocol):
@@ -45,11 +39,11 @@ class TargetLike(Protocol):
     def head_weight_VD(self) -> Tensor:  # noqa: N802 (dimension suffix)
         """Output head."""
 
-    def new_cache(self) -> TargetCacheLike:
+    def new_cache(self) -> TargetCache:
         """Start a sequence."""
 
     def step(
-        self, input_ids_1T: Tensor, cache: TargetCacheLike, layer_ids: Sequence[int]
+        self, input_ids_1T: Tensor, cache: TargetCache, layer_ids: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Run tokens behind the cache; `(logits_TV, hidden_TLD)`."""
 
@@ -80,9 +74,9 @@ class SpeculativeResult:
     stopped: bool = False
     """a stop token ended the sequence, not the length limit"""
     prefill_s: float = 0.0
-    """prefill and everything else before the first verify step's draft"""
+    """the target's prefill, and the first draft, which prefills the drafter"""
     decode_s: float = 0.0
-    """drafting and verifying after the prefill"""
+    """everything after that"""
     draft_s: float = 0.0
     """the drafter's share of `decode_s`"""
 
@@ -183,21 +177,30 @@ class _Decoder:
         began_s = self._now_s()
         first, new_hidden_TLD = self._prefill(out)
         out.append(first)
-        result.prefill_s = self._now_s() - began_s
         result.stopped = first in eos_ids
-        began_s = self._now_s()
         while not result.stopped and len(out) - prompt_length < max_new_tokens:
             # `start` is the newest committed token: the target has not processed it yet.
             start = len(out) - 1
             block = [out[start], *self._draft(out[start], new_hidden_TLD, start)]
+            if not result.accept_counts:
+                # The first draft projects the whole prompt: that is the drafter's prefill, not decoding.
+                began_s = self._end_prefill(began_s)
             committed, new_hidden_TLD = self._verify(block, start)
             result.accept_counts.append(len(committed))
             out += committed
             result.stopped = not eos_ids.isdisjoint(committed)
-        result.decode_s = self._now_s() - began_s
+        if result.accept_counts:
+            result.decode_s = self._now_s() - began_s
+        else:
+            self._end_prefill(began_s)
         result.token_ids = _cut(out[prompt_length:], max_new_tokens, eos_ids)
-        result.stopped = bool(result.token_ids) and result.token_ids[-1] in eos_ids
+        result.stopped = result.token_ids[-1] in eos_ids
         return result
+
+    def _end_prefill(self, began_s: float) -> float:
+        now_s = self._now_s()
+        self.result.prefill_s, self.result.draft_s = now_s - began_s, 0.0
+        return now_s
 
     def _prefill(self, prompt: list[int]) -> tuple[int, Tensor]:
         logits_TV, hidden_TLD = self._step(prompt)

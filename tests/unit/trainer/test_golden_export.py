@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.tiny_drafter import drafter_config, make_drafter
 from trainer.checkpoint.drafter_format import CONFIG_KEYS, SECTION_KEYS, expected_shapes, render_config
-from trainer.checkpoint.export import check_export, export_drafter, run_export
+from trainer.checkpoint.export import check_export, copy_export, export_drafter
 from trainer.drafter.exported import load_drafter
 from trainer.drafter.masks import FULL, SLIDING
 from trainer.drafter.model import Drafter
@@ -256,7 +256,7 @@ def test_published_drafter_in_shards_and_with_fewer_keys_is_brought_to_the_full_
     index = {"weight_map": {name: file for file, part in files.items() for name in part}}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    report = run_export(source, tmp_path / "copy")
+    report = copy_export(source, tmp_path / "copy")
 
     assert report.tensors == 25
     assert check_export(tmp_path / "copy") == report
