@@ -7,11 +7,13 @@ else there. This module only picks the command; it must stay importable on Pytho
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 
-from . import agent, children, launch, supervise
+from . import agent, children, launch, spawn, supervise
 from .records import AttemptFiles, RefusedError, dumps
+from .request import MAX_REQUEST_BYTES
 
 
 def main() -> int:
@@ -54,14 +56,15 @@ def _tombstone(root: str, attempt_id: str) -> int:
 
 
 def _adopt(root: str, attempt_id: str) -> int:
+    stop = json.loads(sys.stdin.buffer.read(MAX_REQUEST_BYTES))
     if os.fork():
         return 0
     os.setsid()
     if os.fork():
         os._exit(0)
-    launch.detach(keep=[])
+    spawn.detach(keep=[])
     launch.redirect_stderr(AttemptFiles(root, attempt_id))
-    return 0 if supervise.adopt(root, attempt_id) else 1
+    return 0 if supervise.adopt(root, attempt_id, stop) else 1
 
 
 if __name__ == "__main__":

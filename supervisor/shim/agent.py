@@ -173,12 +173,12 @@ class Agent:
             try:
                 return control.ask(files.folder, request)
             except RefusedError as failure:
-                if failure.reason != "ShimGone" or time.monotonic() > deadline:
+                if failure.reason not in ("ShimGone", "ShimSilent") or time.monotonic() > deadline:
                     raise
             if not adopted and state["identity"] is not None and is_alive(state["shim"]) is not True:
                 adopted = True
                 argv = script_argv(sys.executable, "adopt", "--root", self.root)
-                _run_detached([*argv, "--attempt", files.attempt_id])
+                _run_detached([*argv, "--attempt", files.attempt_id], dumps(request))
             time.sleep(0.05)
 
     def _watch(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -198,10 +198,11 @@ class Agent:
         return {"watching": ids}
 
 
-def _run_detached(argv: list[str]) -> None:
+def _run_detached(argv: list[str], text: str) -> None:
+    """Run a program that detaches itself; `text` is its stdin."""
     subprocess.run(
         argv,
-        stdin=subprocess.DEVNULL,
+        input=text.encode("ascii"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         timeout=STOP_DEADLINE_S,

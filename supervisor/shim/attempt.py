@@ -108,8 +108,10 @@ def threads(identity: Any) -> dict[str, Any]:
 
 def acknowledge(files: AttemptFiles) -> dict[str, Any]:
     """Mark the exit record as ingested, so that retention may one day remove the folder."""
-    if files.exit() is None and (files.state() or {}).get("phase") not in ("launch_failed", "abandoned"):
-        raise RefusedError("NotEnded", "attempt %s has no exit record to acknowledge" % files.attempt_id)
+    state, record = files.state(), files.exit()
+    is_watched = state is not None and is_alive(state.get("shim")) is True
+    if record is None and (liveness(files, state, record) is not False or is_watched):
+        raise RefusedError("NotEnded", "attempt %s has not ended; nothing to acknowledge" % files.attempt_id)
     if not files.is_acknowledged():
         write_json(files.path("acked.json"), {"v": 1, "at": time.time()})
     return {"acked": True}

@@ -32,8 +32,8 @@ def own_group() -> str | None:
     return None
 
 
-def create_group(attempt_id: str) -> str | None:
-    """Make the attempt's group; None where it cannot be made or has no `cgroup.kill`."""
+def create_group(attempt_id: str, pid: int) -> str | None:
+    """Make the attempt's group with `pid` in it; None where it cannot be made, killed or entered."""
     parent = own_group()
     if parent is None:
         return None
@@ -43,15 +43,12 @@ def create_group(attempt_id: str) -> str | None:
     except OSError:
         return None
     if os.path.exists(os.path.join(path, "cgroup.kill")):
-        return path
+        with contextlib.suppress(OSError), open(os.path.join(path, "cgroup.procs"), "w") as file:
+            file.write(str(pid))
+            file.flush()
+            return path
     remove_group(path)
     return None
-
-
-def enter_group(path: str) -> None:
-    """Move the calling process into the group."""
-    with open(os.path.join(path, "cgroup.procs"), "w", encoding="ascii") as file:
-        file.write("0")
 
 
 def kill_group(path: str) -> bool:

@@ -18,8 +18,8 @@ from importlib import metadata
 from typing import Any
 
 from . import nvml
-from .launch import set_parent_death_signal
 from .records import dumps, null_nonfinite
+from .spawn import set_parent_death_signal
 
 
 def run_child(command: str, arguments: list[str]) -> int:

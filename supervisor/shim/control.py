@@ -27,8 +27,7 @@ Handler = Callable[[dict[str, Any]], dict[str, Any]]
 class ControlServer:
     """The listening end. `poll` serves what is ready and returns when something happened or time is up."""
 
-    def __init__(self, folder: str, handler: Handler) -> None:
-        self._handler = handler
+    def __init__(self, folder: str) -> None:
         self._selector = selectors.DefaultSelector()
         self._clients: dict[socket.socket, tuple[bytearray, float]] = {}
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -49,13 +48,13 @@ class ControlServer:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(fd)
 
-    def poll(self, timeout_s: float) -> None:
-        """Serve ready clients; wait at most `timeout_s` for something to happen."""
+    def poll(self, timeout_s: float, handler: Handler) -> None:
+        """Serve ready clients through `handler`; wait at most `timeout_s` for something to happen."""
         for key, _ in self._selector.select(max(0.0, timeout_s)):
             if key.fileobj is self._server:
                 self._accept()
             elif isinstance(key.fileobj, socket.socket):
-                self._receive(key.fileobj)
+                self._receive(key.fileobj, handler)
         now = time.monotonic()
         for client in [c for c, (_, since) in self._clients.items() if now - since > CLIENT_DEADLINE_S]:
             self._drop(client)
@@ -79,7 +78,7 @@ class ControlServer:
         self._clients[client] = (bytearray(), time.monotonic())
         self._selector.register(client, selectors.EVENT_READ)
 
-    def _receive(self, client: socket.socket) -> None:
+    def _receive(self, client: socket.socket, handler: Handler) -> None:
         buffer = self._clients[client][0]
         try:
             piece = client.recv(65536)
@@ -91,7 +90,7 @@ class ControlServer:
         if piece and b"\n" not in buffer and len(buffer) <= MAX_LINE:
             return
         if b"\n" in buffer:
-            reply = answer(bytes(buffer).split(b"\n", 1)[0], self._handler)
+            reply = answer(bytes(buffer).split(b"\n", 1)[0], handler)
             with contextlib.suppress(OSError):
                 client.settimeout(CLIENT_DEADLINE_S)
                 client.sendall((dumps(reply) + "\n").encode("ascii"))

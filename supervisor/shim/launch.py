@@ -8,13 +8,11 @@ No shell, no inherited descriptor, nothing inherited from the caller's environme
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
 import select
 import shutil
-import signal
 import sys
 import time
 import traceback
@@ -22,14 +20,14 @@ import uuid
 from typing import Any, NoReturn
 
 from . import cgroup, locks
+from .control import ControlServer
 from .proc import identity_of
 from .records import AttemptFiles, RefusedError, check_id, dumps, fsync_folder, write_json
 from .request import MAX_REQUEST_BYTES, StartRequest, parse_start
+from .spawn import PausedTrainer, detach
 from .supervise import AttemptShim
 
 REPLY_DEADLINE_S = 60.0
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 def run_start(root: str) -> int:
@@ -90,55 +88,6 @@ def _detached(root: str, request: StartRequest, writer: int) -> NoReturn:
         traceback.print_exc()
     finally:
         os._exit(code)
-
-
-def detach(keep: list[int]) -> bool:
-    """Cut every tie to the caller: streams, descriptors, folder, signals; become a subreaper if we can."""
-    null = os.open("/dev/null", os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(null, fd)
-    close_descriptors([0, 1, 2, *keep])
-    os.chdir("/")
-    os.umask(0o077)
-    reset_signals()
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)
-    return become_subreaper()
-
-
-def become_subreaper() -> bool:
-    """Have orphaned descendants re-parented to this process; False where the kernel or libc refuses."""
-    return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def set_parent_death_signal(number: int) -> bool:
-    """Have the kernel signal this process when the thread that made it is gone; False where refused."""
-    return _prctl(_PR_SET_PDEATHSIG, number)
-
-
-def _prctl(option: int, argument: int) -> bool:
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        return int(libc.prctl(option, argument, 0, 0, 0)) == 0
-    except (OSError, AttributeError):
-        return False
-
-
-def close_descriptors(keep: list[int]) -> None:
-    """Close all descriptors but `keep`."""
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in keep:
-            with contextlib.suppress(OSError):
-                os.close(int(name))
-
-
-def reset_signals() -> None:
-    """Give every signal its default action and unblock all."""
-    for number in signal.valid_signals():
-        if number not in (signal.SIGKILL, signal.SIGSTOP):
-            with contextlib.suppress(OSError, ValueError):
-                signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def claim(root: str, attempt_id: str, state: dict[str, Any]) -> tuple[AttemptFiles, int] | None:
@@ -275,29 +224,41 @@ def _launch(files: AttemptFiles, request: StartRequest, state: dict[str, Any], l
     )
     held.append(lock)
     _check_space(files.root, request)
+    server = ControlServer(files.folder)
+    write_json(files.path("spec.json"), request.spec)
     log = _create_log(request.log_path)
-    group = cgroup.create_group(request.attempt_id) if request.use_cgroup else None
-    state["cgroup"] = group
+    trainer = PausedTrainer(request.argv, request.cwd, request.environment(files.folder), log, held)
+    os.close(log)
     try:
-        write_json(files.path("spec.json"), request.spec)
-        write_json(
-            files.path("launch.json"),
-            {
-                "v": 1,
-                "token": request.token,
-                "stop": request.stop,
-                "orphan_after_s": request.orphan_after_s,
-                "oom_kills_before": cgroup.oom_kills(group or cgroup.own_group()),
-            },
-        )
-        pid = _spawn(files, request, state, held, log)
-    finally:
-        os.close(log)
-        if state["phase"] != "running" and group is not None:
-            cgroup.remove_group(group)
-    shim = AttemptShim(files, state, child=pid, keep=[*held, shim_lock])
-    files.event("Started", "trainer executed", pid=pid, cgroup=group)
+        _record(files, request, state, trainer.pid)
+        trainer.release()
+    except BaseException:
+        trainer.abandon()
+        state["identity"] = None
+        if state["cgroup"] is not None:
+            cgroup.remove_group(state["cgroup"])
+        raise
+    state.update(phase="running", started_at=time.time())
+    shim = AttemptShim(files, state, server, child=trainer.pid, keep=[*held, shim_lock])
+    shim.save()
+    files.event("Started", "trainer executed", pid=trainer.pid, cgroup=state["cgroup"])
     return shim
+
+
+def _record(files: AttemptFiles, request: StartRequest, state: dict[str, Any], pid: int) -> None:
+    """Put on disk whatever is needed to find the trainer again, before it may execute anything."""
+    if request.use_cgroup:
+        state["cgroup"] = cgroup.create_group(request.attempt_id, pid)
+    state["identity"] = identity_of(pid)
+    launch = {
+        "v": 1,
+        "token": request.token,
+        "stop": request.stop,
+        "orphan_after_s": request.orphan_after_s,
+        "oom_kills_before": cgroup.oom_kills(state["cgroup"] or cgroup.own_group()),
+    }
+    write_json(files.path("launch.json"), launch)
+    files.write_state(state)
 
 
 def _check_space(root: str, request: StartRequest) -> None:
@@ -341,80 +302,3 @@ def _os_failure(what: str, error: OSError) -> RefusedError:
     }
     reason = names.get(error.errno or 0, "SystemError")
     return RefusedError(reason, "%s: %s" % (what, error.strerror or error), error.errno)
-
-
-def _spawn(
-    files: AttemptFiles, request: StartRequest, state: dict[str, Any], held: list[int], log: int
-) -> int:
-    """Fork and exec the trainer; its identity is on disk before it may exec, so it can never be lost."""
-    go_reader, go_writer = os.pipe()
-    error_reader, error_writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(go_writer)
-        _become_trainer(files, request, state["cgroup"], go_reader, error_writer, held, log)
-    os.close(go_reader)
-    os.close(error_writer)
-    state["identity"] = identity_of(pid)
-    files.write_state(state)
-    os.write(go_writer, b"g")
-    os.close(go_writer)
-    with os.fdopen(error_reader, "rb") as file:
-        report = file.read()
-    if report:
-        os.waitpid(pid, 0)
-        state["identity"] = None
-        raise _exec_failure(json.loads(report), request)
-    state.update(phase="running", started_at=time.time(), heartbeat_at=time.time())
-    files.write_state(state)
-    return pid
-
-
-def _exec_failure(report: dict[str, Any], request: StartRequest) -> RefusedError:
-    path = report["path"]
-    number = report["errno"]
-    message = "cannot %s %s: %s" % (report["step"], path, os.strerror(number) if number else report["text"])
-    if number == errno.ENOENT and report["step"] == "execute" and os.path.exists(path):
-        message += " (the file is there: the interpreter in its first line is not)"
-    return RefusedError("ExecFailed", message, number, path=path, step=report["step"], argv=request.argv)
-
-
-def _become_trainer(
-    files: AttemptFiles,
-    request: StartRequest,
-    group: str | None,
-    go_reader: int,
-    error_writer: int,
-    held: list[int],
-    log: int,
-) -> NoReturn:
-    """In the forked child: own session, own streams, then exec; a failure goes up the pipe."""
-    step, path = "prepare", request.argv[0]
-    try:
-        os.setsid()
-        if os.read(go_reader, 1) != b"g":
-            os._exit(127)
-        if group is not None:
-            step, path = "enter", group
-            cgroup.enter_group(group)
-        reset_signals()
-        null = os.open("/dev/null", os.O_RDONLY)
-        os.dup2(null, 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        for fd in held:
-            os.set_inheritable(fd, True)
-        close_descriptors([0, 1, 2, error_writer, *held])
-        os.umask(0o022)
-        environment = request.environment(files.folder)
-        home = environment["HOME"]
-        step, path = "change folder to", request.cwd or (home if os.path.isdir(home) else "/")
-        os.chdir(path)
-        step, path = "execute", request.argv[0]
-        os.execvpe(request.argv[0], request.argv, environment)  # noqa: S606 - the point of the shim
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
-        number = error.errno if isinstance(error, OSError) else None
-        report = {"step": step, "path": path, "errno": number, "text": type(error).__name__}
-        os.write(error_writer, dumps(report).encode("ascii"))
-    finally:
-        os._exit(127)

@@ -18,17 +18,18 @@ ENVIRON_LIMIT_BYTES = 1 << 20
 
 
 class Stat(NamedTuple):
-    """What `/proc/<pid>/stat` says: state letter, parent, session, start ticks."""
+    """What `/proc/<pid>/stat` says: state letter, parent, session, threads, start ticks."""
 
     state: str
     ppid: int
     session: int
+    threads: int
     start_ticks: int
 
     @property
     def is_dead(self) -> bool:
-        """A zombie or a process in its last moment: it holds nothing any more."""
-        return self.state in "ZXx"
+        """A zombie or a process in its last moment; not one whose first thread left while others go on."""
+        return self.state in "ZXx" and self.threads <= 1
 
 
 def read_stat(pid: int) -> Stat | None:
@@ -39,7 +40,7 @@ def read_stat(pid: int) -> Stat | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = data[data.rindex(b")") + 2 :].split()
-    return Stat(fields[0].decode("ascii"), int(fields[1]), int(fields[3]), int(fields[19]))
+    return Stat(fields[0].decode("ascii"), int(fields[1]), int(fields[3]), int(fields[17]), int(fields[19]))
 
 
 def boot_id() -> str:

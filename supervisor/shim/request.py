@@ -95,7 +95,7 @@ def parse_stop_policy(value: Any) -> dict[str, Any]:
 
 def _number(value: Any, field: str) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < 1e18:
+    if not is_number or not 0 <= value < 2**63:
         raise RefusedError("BadRequest", "%s: not a number >= 0: %r" % (field, value), field=field)
     return float(value)
 

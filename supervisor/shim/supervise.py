@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from typing import Any
 
 from . import cgroup, locks, logfile
@@ -33,12 +34,18 @@ class AttemptShim:
     Args:
         files: the attempt.
         state: its present `state.json`; this object is the only writer from now on.
+        server: the attempt's socket, listening already.
         child: pid of the trainer when it is our child, None when adopted.
         keep: lock descriptors that must stay open as long as this process lives.
     """
 
     def __init__(
-        self, files: AttemptFiles, state: dict[str, Any], child: int | None, keep: list[int]
+        self,
+        files: AttemptFiles,
+        state: dict[str, Any],
+        server: ControlServer,
+        child: int | None,
+        keep: list[int],
     ) -> None:
         launch = read_json(files.path("launch.json")) or {}
         self.files = files
@@ -53,23 +60,31 @@ class AttemptShim:
         self._plan: StopPlan | None = None
         self._is_killed = False
         self._last_heartbeat = self._last_contact = time.monotonic()
-        self._server = ControlServer(files.folder, self._handle)
+        self._server = server
         self._pidfd = open_pidfd(state["identity"])
         if self._pidfd is not None:
             self._server.watch(self._pidfd)
 
     def run(self) -> None:
         """Loop until the trainer and all its descendants are gone and the exit record is on disk."""
-        while True:
-            self._server.poll(STOPPING_TICK_S if self._plan or self.state["main_exit"] else TICK_S)
-            self._reap()
-            self._heartbeat()
-            self._check_orphaned()
-            if self._plan is not None:
-                self._advance()
-            if self._finish():
-                break
+        is_over = False
+        while not is_over:
+            try:
+                is_over = self._turn()
+            except Exception:  # noqa: BLE001 - a shim that dies loses the exit status; it notes and goes on
+                traceback.print_exc()
+                time.sleep(TICK_S)
         self._server.close()
+
+    def _turn(self) -> bool:
+        is_busy = self._plan is not None or self.state["main_exit"] is not None
+        self._server.poll(STOPPING_TICK_S if is_busy else TICK_S, self._handle)
+        self._reap()
+        self._heartbeat()
+        self._check_orphaned()
+        if self._plan is not None:
+            self._advance()
+        return self._finish()
 
     def resume(self) -> None:
         """After an adoption: go on with what the dead shim had begun."""
@@ -108,7 +123,7 @@ class AttemptShim:
             "rusage": rusage,
             "oom": self._oom_evidence(code, number),
         }
-        self._save()
+        self.save()
         self.files.event("MainExited", "trainer process ended", code=code, signal=number)
         self._retake_locks()
         self._clear_leftovers(number)
@@ -151,9 +166,9 @@ class AttemptShim:
     def _heartbeat(self) -> None:
         if time.monotonic() - self._last_heartbeat >= HEARTBEAT_S:
             self._family.members()  # remembered, so that a later look still knows them as ours
-            self._save()
+            self.save()
 
-    def _save(self) -> None:
+    def save(self) -> None:
         """Write `state.json`; a full disk is noted in shim.log and tried again at the next heartbeat."""
         self._last_heartbeat = time.monotonic()
         self.state["heartbeat_at"] = time.time()
@@ -166,7 +181,7 @@ class AttemptShim:
     def _check_orphaned(self) -> None:
         silent_s = time.monotonic() - self._last_contact
         if self._orphan_after_s and self._plan is None and silent_s > self._orphan_after_s:
-            self._begin_stop(
+            self.begin_stop(
                 {
                     "stop_id": "orphan-" + self.files.attempt_id,
                     "reason": "Orphaned",
@@ -181,10 +196,11 @@ class AttemptShim:
         if op == "ping":
             return {"pid": os.getpid()}
         if op == "stop":
-            return {"state": self._begin_stop(request)}
+            return {"state": self.begin_stop(request)}
         return attempt_request(self.files, request)
 
-    def _begin_stop(self, request: dict[str, Any]) -> dict[str, Any]:
+    def begin_stop(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Begin a stop, or join the one in progress; returns the state."""
         stop = stop_record(request)
         overrides = {key: request[key] for key in self._policy if request.get(key) is not None}
         policy = parse_stop_policy({**self._policy, **overrides})
@@ -194,10 +210,12 @@ class AttemptShim:
             return self.state
         if current is not None and self._plan is not None:
             if current["id"] != stop["id"]:
+                if self._plan.step == "done":
+                    self._plan = StopPlan(policy, now, first="kill")
                 self._plan.shorten(policy, now)
                 current["deadline_s"] = self._plan.grace_s()
                 self.files.event("StopJoined", "a second stop joined the one in progress", **stop)
-                self._save()
+                self.save()
             return self.state
         stop["deadline_s"] = policy["grace_s"]
         self.state.update(stop=stop, phase="stopping")
@@ -205,7 +223,7 @@ class AttemptShim:
         if self._plan is None:
             self._plan = StopPlan(policy, now)
         self.files.event("StopRequested", "stop requested", **stop)
-        self._save()
+        self.save()
         self._advance()
         return self.state
 
@@ -217,11 +235,11 @@ class AttemptShim:
         if stop is not None and plan.step == "asked" and plan.grace_s(extend_s) != stop["deadline_s"]:
             stop["deadline_s"] = plan.grace_s(extend_s)
             self.files.event("StopExtended", "the trainer asked for more time", deadline_s=stop["deadline_s"])
-            self._save()
+            self.save()
         if stop is not None and stop["step"] != plan.step:
             stop["step"] = plan.step
             self.files.event("StopStep", "stop goes on: " + plan.step)
-            self._save()
+            self.save()
         if action == "ask":
             self._ask()
         elif action == "term":
@@ -316,7 +334,7 @@ class AttemptShim:
             )
             if self.state["cgroup"] is not None:
                 cgroup.remove_group(self.state["cgroup"])
-        self._save()
+        self.save()
         return not members
 
     def _last_lines(self) -> list[str]:
@@ -326,8 +344,8 @@ class AttemptShim:
             return ["[%s]" % failure.message]
 
 
-def adopt(root: str, attempt_id: str) -> bool:
-    """Take over an attempt whose shim is dead and serve it to its end; False if somebody else did."""
+def adopt(root: str, attempt_id: str, stop: dict[str, Any]) -> bool:
+    """Take over an attempt whose shim is dead, to carry out `stop`; False if somebody else did."""
     files = AttemptFiles(root, attempt_id)
     lock = locks.try_lock(files.path(locks.SHIM_LOCK))
     if lock is None:
@@ -340,10 +358,11 @@ def adopt(root: str, attempt_id: str) -> bool:
         return False
     state["shim"] = identity_of(os.getpid())
     state["phase"] = "stopping" if state["stop"] else "running"
-    shim = AttemptShim(files, state, child=None, keep=[lock])
+    shim = AttemptShim(files, state, ControlServer(files.folder), child=None, keep=[lock])
     files.write_state(state)
     files.event("ShimAdopted", "a new shim took over; the exit status will be unknown")
     shim.resume()
+    shim.begin_stop(stop)
     shim.run()
     return True
 
