@@ -116,8 +116,9 @@ class Frame:
         return f"{_exports(env)}{self._announce()}; exec {shlex.join(argv)}"
 
     def _announce(self) -> str:
+        # stdout last: whoever sees it there may close the channel at once, and nothing is left to be written.
         report = f"printf '%s:%s>>' '{self._head}' begin"
-        return f"{report}; {report} >&2"
+        return f"{report} >&2; {report}"
 
     @property
     def _head(self) -> str:

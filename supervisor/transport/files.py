@@ -78,7 +78,7 @@ _REASONS = (
     ("Disk quota exceeded", "NoSpace", "raise the quota or free space on the node"),
     ("Read-only file system", "ReadOnlyFileSystem", "choose a folder on a writable file system"),
     ("Permission denied", "PermissionDenied", "choose a folder that the user may write to"),
-    ("No such file or directory", "NoSuchDirectory", "create the folder first"),
+    ("No such file", "NoSuchDirectory", "create the folder first"),
     ("nonexistent", "NoSuchDirectory", "create the folder first"),
     ("cannot overwrite directory", "IsADirectory", "choose another name"),
 )

@@ -134,12 +134,10 @@ def setns(pid: int, names: tuple[str, ...]) -> None:
 
 
 def attach_failed(vmid: str) -> PctError:
-    return PctError(
-        f"lxc-attach: {vmid}: ../src/lxc/attach.c: get_attach_context: 406 Connection refused - Failed to get "
-        f"init pid\nlxc-attach: {vmid}: ../src/lxc/attach.c: lxc_attach: 1469 Connection refused - Failed to get "
-        "attach context",
-        1,
-    )
+    where = f"lxc-attach: {vmid}: ../src/lxc/attach.c:"
+    first = f"{where} get_attach_context: 406 Connection refused - Failed to get init pid"
+    second = f"{where} lxc_attach: 1469 Connection refused - Failed to get attach context"
+    return PctError(f"{first}\n{second}", 1)
 
 
 def unknown_option(name: str) -> PctError:
@@ -200,7 +198,7 @@ def attach(vmid: str, words: list[str], env: dict[str, str], cwd: str) -> None:
 
 
 def in_container(pid: int, work) -> None:
-    """Run `work` in a child that sees the container's files; what it prints on stderr is all that comes back."""
+    """Run `work` in a child that sees the container's files; only its stderr comes back."""
     child = os.fork()
     if child == 0:
         try:
