@@ -10,7 +10,7 @@ Dimension suffixes: B batch, H query heads, G key/value heads, Q block rows, S k
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -53,18 +53,35 @@ def _sdpa(q_BHQE: Tensor, k_BGSE: Tensor, v_BGSE: Tensor, visible_QS: Tensor | N
 
 def _segments(q_BHQE: Tensor, k_BGSE: Tensor, v_BGSE: Tensor, mask: SegmentMask, scale: float) -> Tensor:
     """Run one sdpa call per segment: scores across documents are never computed."""
-    context_rows = k_BGSE.shape[2] - q_BHQE.shape[2]
-    k_block, v_block = k_BGSE[:, :, context_rows:], v_BGSE[:, :, context_rows:]
-    parts: list[Tensor] = []
-    for segment in mask.segments:
-        span = slice(segment.context_start, segment.context_end)
-        k_seg = torch.cat([k_BGSE[:, :, span], k_block.index_select(2, segment.rows_q)], dim=2)
-        v_seg = torch.cat([v_BGSE[:, :, span], v_block.index_select(2, segment.rows_q)], dim=2)
-        parts.append(_sdpa(q_BHQE.index_select(2, segment.rows_q), k_seg, v_seg, segment.visible_qs, scale))
+    q_parts = _cut(_ordered(q_BHQE, mask.order_Q), mask)
+    k_context, k_parts = _context_and_parts(k_BGSE, q_BHQE.shape[2], mask)
+    v_context, v_parts = _context_and_parts(v_BGSE, q_BHQE.shape[2], mask)
+    outputs: list[Tensor] = []
+    for index, segment in enumerate(mask.segments):
+        seen = slice(0, segment.context_rows)
+        k_seg = torch.cat([k_context[segment.piece][:, :, seen], k_parts[index]], dim=2)
+        v_seg = torch.cat([v_context[segment.piece][:, :, seen], v_parts[index]], dim=2)
+        outputs.append(_sdpa(q_parts[index], k_seg, v_seg, segment.visible_qs, scale))
     # A row that sees only itself has one softmax weight, 1: its output is its own value.
     groups = q_BHQE.shape[1] // k_BGSE.shape[1]
-    parts.append(v_block.index_select(2, mask.lonely_q).repeat_interleave(groups, dim=1))
-    return torch.cat(parts, dim=2).index_select(2, mask.unpermute_Q)
+    outputs.append(v_parts[-1].repeat_interleave(groups, dim=1))
+    return _ordered(torch.cat(outputs, dim=2), mask.unorder_Q)
+
+
+def _context_and_parts(
+    x_BGSE: Tensor, block_rows: int, mask: SegmentMask
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Cut keys or values into the context's stretches and the segments' own rows."""
+    *context, block = torch.split(x_BGSE, [*mask.context_splits, block_rows], dim=2)
+    return context, _cut(_ordered(block, mask.order_Q), mask)
+
+
+def _cut(rows: Tensor, mask: SegmentMask) -> Sequence[Tensor]:
+    return torch.split(rows, [*(segment.rows for segment in mask.segments), mask.lonely_rows], dim=2)
+
+
+def _ordered(rows: Tensor, order_Q: Tensor | None) -> Tensor:
+    return rows if order_Q is None else rows.index_select(2, order_Q)
 
 
 def _flex(q_BHQE: Tensor, k_BGSE: Tensor, v_BGSE: Tensor, mask: FlexMask, scale: float) -> Tensor:

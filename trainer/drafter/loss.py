@@ -230,9 +230,8 @@ def _chunk_loss(
         slope_rv = 1.0 - capped_rv.square()
         logits_rv = capped_rv.mul_(softcap)
     label_r1 = labels_r[:, None]
-    best_r1 = logits_rv.amax(dim=1, keepdim=True)
-    correct_r = logits_rv.argmax(dim=1) == labels_r
-    logits_rv.sub_(best_r1)
+    best_token_r1 = logits_rv.argmax(dim=1, keepdim=True)
+    logits_rv.sub_(logits_rv.gather(1, best_token_r1))
     label_logit_r1 = logits_rv.gather(1, label_r1)
     total_r1 = logits_rv.exp_().sum(dim=1, keepdim=True)
     losses_r = (total_r1.log() - label_logit_r1).flatten() * weights_r
@@ -241,7 +240,7 @@ def _chunk_loss(
     grad_rv.scatter_add_(1, label_r1, -weight_r1)
     if slope_rv is not None:
         grad_rv.mul_(slope_rv)
-    return grad_rv, losses_r, correct_r
+    return grad_rv, losses_r, (best_token_r1 == label_r1).flatten()
 
 
 def _pad_for_flex(

@@ -96,21 +96,30 @@ class DenseMask:
 class Segment:
     """Some blocks of one document with the keys they can see: a stretch of context, then their own rows."""
 
-    rows_q: Tensor
-    """int64 indices of the block rows"""
-    context_start: int
-    context_end: int
+    rows: int
+    piece: int
+    """index of the stretch of context, see `SegmentMask.context_splits`"""
+    context_rows: int
+    """leading rows of that stretch that matter: nothing at or behind the last anchor is visible"""
     visible_qs: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentMask:
-    """All rows of a pack cut into segments; `unpermute_Q` puts the concatenated results back in row order."""
+    """All rows of a pack cut into segments.
+
+    Rows are brought into segment order once and cut by size, rather than picked per segment: the backward of
+    each pick would fill and add a tensor of the whole pack's size.
+    """
 
     segments: tuple[Segment, ...]
-    lonely_q: Tensor
-    """rows of padding blocks: each sees only itself"""
-    unpermute_Q: Tensor
+    lonely_rows: int
+    """rows of padding blocks, behind all segments: each sees only itself"""
+    context_splits: tuple[int, ...]
+    """lengths of the stretches of equal document in the context"""
+    order_Q: Tensor | None
+    """rows in segment order, None when they are already"""
+    unorder_Q: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,18 +275,25 @@ def _compiled(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _build_segments(layout: BlockLayout, window: int | None, device: torch.device) -> LayerMask:
-    size = layout.block_size
-    per_segment = max(1, SEGMENT_ROWS // size)
+    _, lengths = torch.unique_consecutive(layout.context_doc_T, return_counts=True)
+    starts = lengths.cumsum(0) - lengths
     segments: list[Segment] = []
+    order: list[Tensor] = []
     for blocks in _blocks_by_document(layout):
-        for group in torch.split(blocks, per_segment):
-            segments.append(_segment(layout, group, window, device))
-    lonely = _rows_of((~layout.valid_A).nonzero().flatten(), size)
-    order = torch.cat([*(segment.rows_q.cpu() for segment in segments), lonely])
+        piece = int(torch.searchsorted(starts, layout.anchor_index_A[blocks[0]], right=True)) - 1
+        for group in torch.split(blocks, max(1, SEGMENT_ROWS // layout.block_size)):
+            segments.append(_segment(layout, group, piece, int(starts[piece]), window, device))
+            order.append(group)
+    lonely = (~layout.valid_A).nonzero().flatten()
+    blocks_in_order = torch.cat([*order, lonely])
+    rows = _rows_of(blocks_in_order, layout.block_size)
+    is_sorted = torch.equal(rows, torch.arange(rows.numel()))
     return SegmentMask(
         segments=tuple(segments),
-        lonely_q=lonely.to(device, non_blocking=True),
-        unpermute_Q=order.argsort().to(device, non_blocking=True),
+        lonely_rows=lonely.numel() * layout.block_size,
+        context_splits=tuple(lengths.tolist()),
+        order_Q=None if is_sorted else rows.to(device, non_blocking=True),
+        unorder_Q=None if is_sorted else rows.argsort().to(device, non_blocking=True),
     )
 
 
@@ -291,11 +307,10 @@ def _blocks_by_document(layout: BlockLayout) -> list[Tensor]:
     return list(torch.split(order, counts.tolist()))
 
 
-def _segment(layout: BlockLayout, blocks: Tensor, window: int | None, device: torch.device) -> Segment:
-    doc = layout.anchor_doc_A[blocks[0]]
-    members = (layout.context_doc_T == doc).nonzero().flatten()
-    # Nothing at or behind the last anchor is visible; context of one document is one stretch of the row.
-    start, end = int(members[0]), int(layout.anchor_index_A[blocks].max())
+def _segment(
+    layout: BlockLayout, blocks: Tensor, piece: int, start: int, window: int | None, device: torch.device
+) -> Segment:
+    end = int(layout.anchor_index_A[blocks].max())
     part = BlockLayout(
         context_doc_T=layout.context_doc_T[start:end],
         context_position_T=layout.context_position_T[start:end],
@@ -306,9 +321,9 @@ def _segment(layout: BlockLayout, blocks: Tensor, window: int | None, device: to
         block_size=layout.block_size,
     )
     return Segment(
-        rows_q=_rows_of(blocks, layout.block_size).to(device, non_blocking=True),
-        context_start=start,
-        context_end=end,
+        rows=part.block_rows,
+        piece=piece,
+        context_rows=end - start,
         visible_qs=dense_mask(part, window).to(device, non_blocking=True),
     )
 
