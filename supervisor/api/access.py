@@ -7,23 +7,26 @@ Reading needs `read`, everything else `operate`; routes that hand out or change 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyCookie, HTTPAuthorizationCredentials, HTTPBearer
 
 from supervisor.api.guard import SAFE_METHODS
 from supervisor.api.limits import LoginLimit, RequestLimit, StreamLimit
-from supervisor.domain.errors import UnauthorizedError
+from supervisor.domain.errors import StoreError, UnauthorizedError
 from supervisor.services import auth
+from supervisor.services.auth import Principal
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from supervisor.api.deps import SupervisorState
-    from supervisor.services.auth import Principal
+
+log = logging.getLogger(__name__)
 
 COOKIE_NAME = "dflash_session"
 """HttpOnly, SameSite=Strict; its value is a random session id, never a token."""
@@ -69,34 +72,40 @@ async def authenticate(
     """
     state: SupervisorState = request.app.state.supervisor
     if bearer is not None:
-        principal = await state.store.read(lambda session: auth.check_token(session, bearer.credentials))
+        principal = await state.store.read(
+            lambda session: auth.authenticate_token(session, bearer.credentials)
+        )
     elif cookie:
-        principal = await state.store.read(lambda session: auth.check_session(session, cookie))
+        principal = await state.store.read(lambda session: auth.authenticate_session(session, cookie))
     else:
         raise UnauthorizedError(
             "no token: this needs an API token or a browser session",
             hint="send Authorization: Bearer <token>; the first token is in admin.token of the state folder",
         )
     request.app.state.api.requests.check(principal.actor)
+    if principal.needs_touch:
+        await _touch(state, principal, None if bearer is not None else cookie)
     return principal
 
 
-CurrentPrincipal = Annotated[Any, Depends(authenticate)]
+async def _touch(state: SupervisorState, principal: Principal, cookie: str | None) -> None:
+    try:
+        await state.store.write(lambda session: auth.touch(session, principal, session_value=cookie))
+    except StoreError as error:
+        # Reading goes on while the database cannot be written; only the time of last use is lost.
+        log.warning("the last use of %s was not recorded: %s", principal.actor, error.message)
 
 
-def require(scope: str) -> Callable[..., Awaitable[Principal]]:
-    """A dependency that lets pass who has at least this scope."""
+CurrentPrincipal = Annotated[Principal, Depends(authenticate)]
 
-    async def check(principal: CurrentPrincipal) -> Principal:
-        auth.check_scope(principal, scope)
-        found: Principal = principal
-        return found
 
-    return check
+async def require_admin(principal: CurrentPrincipal) -> Principal:
+    """Lets pass who may hand out and change rights."""
+    principal.require(auth.Scope.ADMIN)
+    return principal
 
 
 async def authorize(request: Request, principal: CurrentPrincipal) -> Principal:
     """The rule for every route: `read` to look, `operate` to act."""
-    auth.check_scope(principal, "read" if request.method in SAFE_METHODS else "operate")
-    found: Principal = principal
-    return found
+    principal.require(auth.Scope.READ if request.method in SAFE_METHODS else auth.Scope.OPERATE)
+    return principal

@@ -15,6 +15,7 @@ from supervisor.api.access import ApiState, authorize
 from supervisor.clock import Clock
 from supervisor.services.auth import Principal
 from supervisor.services.hub import Hub
+from supervisor.services.secrets import SecretBox
 from supervisor.settings import Settings
 from supervisor.store.tables import Attempt
 from supervisor.store.writer import Store
@@ -43,6 +44,7 @@ class SupervisorState(Protocol):
     clock: Clock
     hub: Hub
     logs: LogReader
+    secret_box: SecretBox
 
     def hint(self, object_id: str) -> None:
         """Look at this run or node now; called after the commit that changed its intent."""

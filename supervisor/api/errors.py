@@ -50,6 +50,12 @@ STATUS_BY_CLASS: Mapping[type[domain.SupervisorError], tuple[int, str]] = {
 }
 """Status and last part of `type`; a class not listed takes its nearest parent's."""
 
+STATUS_BY_REASON: Mapping[str, tuple[int, str]] = {
+    "IdempotencyKeyReused": (422, "invalid-request"),
+    "ScopeTooSmall": (403, "forbidden"),
+}
+"""Cases that HTTP tells apart although they share a class."""
+
 STATUS_TITLES: Mapping[int, tuple[str, str]] = {
     400: ("bad-request", "BadRequest"),
     401: ("unauthorized", "Unauthorized"),
@@ -136,8 +142,8 @@ def problem_of(error: domain.SupervisorError, *, instance: str) -> SafeJSONRespo
 def _status_of(error: domain.SupervisorError) -> tuple[int, str]:
     if isinstance(error, HttpError):
         return error.status, STATUS_TITLES[error.status][0]
-    if isinstance(error, domain.UnauthorizedError) and error.data.get("needed"):
-        return 403, "forbidden"
+    if error.reason in STATUS_BY_REASON:
+        return STATUS_BY_REASON[error.reason]
     for parent in type(error).__mro__:
         if parent in STATUS_BY_CLASS:
             return STATUS_BY_CLASS[parent]

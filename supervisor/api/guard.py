@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -52,12 +53,26 @@ SECURITY_HEADERS = {
 NO_STORE_PREFIXES = ("/v1/", "/metrics", "/openapi.json", "/readyz", "/docs")
 
 
-class Guard:
-    """Middleware; `allowed_hosts` are names or addresses without port, `*` is refused."""
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the settings decide; hosts are names or addresses without port."""
 
-    def __init__(self, app: ASGIApp, *, allowed_hosts: Iterable[str] = ()) -> None:
+    allowed_hosts: frozenset[str]
+    max_body_bytes: int = MAX_BODY_BYTES
+
+    @classmethod
+    def of(cls, hosts: Iterable[str], *, max_body_bytes: int = MAX_BODY_BYTES) -> Self:
+        """Loopback names are always among the hosts."""
+        return cls(frozenset(host.lower() for host in (*LOOPBACK_NAMES, *hosts)), max_body_bytes)
+
+
+class Guard:
+    """Middleware; the rules are asked for with the first request, when the settings are known."""
+
+    def __init__(self, app: ASGIApp, *, rules: Callable[[], Rules]) -> None:
         self.app = app
-        self.allowed_hosts = frozenset(host.lower() for host in (*LOOPBACK_NAMES, *allowed_hosts))
+        self._find_rules = rules
+        self._rules: Rules | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check, then pass on; a refusal is a problem document like any other."""
@@ -67,27 +82,31 @@ class Guard:
         request_id = "req_" + secrets.token_hex(8)
         scope.setdefault("state", {})["request_id"] = request_id
         guarded_send = _with_headers(send, scope["path"], request_id)
+        self._rules = rules = self._rules or self._find_rules()
         try:
             headers = Headers(scope=scope)
-            self._check_host(headers)
+            _check_host(headers, scope, rules)
             _check_origin(scope["method"], headers)
             _check_media_type(scope["method"], headers)
-            receive = await _with_body(headers, receive)
+            receive = await _with_body(headers, receive, rules.max_body_bytes)
         except HttpError as error:
             response = problem_of(error, instance=request_id)
             await response(scope, receive, guarded_send)
             return
         await self.app(scope, receive, guarded_send)
 
-    def _check_host(self, headers: Headers) -> None:
-        # DNS rebinding: a foreign page's name that resolves to us still carries the foreign name here.
-        host = host_of(headers.get("host", ""))
-        if host not in self.allowed_hosts:
-            raise HttpError(
-                421,
-                f"this daemon does not answer to the host name: {host[:100]!r}",
-                hint="use one of its own names, or add the name to allowed_hosts in config.toml",
-            )
+
+def _check_host(headers: Headers, scope: Scope, rules: Rules) -> None:
+    # DNS rebinding: a foreign page's name that resolves to us still carries the foreign name here. The very
+    # address that the connection came in on is no name and cannot be rebound.
+    host = host_of(headers.get("host", ""))
+    own_address = (scope.get("server") or ("",))[0]
+    if host not in rules.allowed_hosts and not (host and host.strip("[]") == own_address):
+        raise HttpError(
+            421,
+            f"this daemon does not answer to the host name: {host[:100]!r}",
+            hint="use one of its own names, or add the name to allowed_hosts in config.toml",
+        )
 
 
 def host_of(netloc: str) -> str:
@@ -126,16 +145,16 @@ def _has_body(headers: Headers) -> bool:
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
-async def _with_body(headers: Headers, receive: Receive) -> Receive:
+async def _with_body(headers: Headers, receive: Receive, limit: int) -> Receive:
     """Read the body here, bounded in size and time, and hand it on in one piece."""
     if not _has_body(headers):
         return receive
     declared = headers.get("content-length", "0")
-    if not declared.isdigit() or int(declared) > MAX_BODY_BYTES:
-        raise _too_large()
+    if not declared.isdigit() or int(declared) > limit:
+        raise _too_large(limit)
     try:
         async with asyncio.timeout(BODY_DEADLINE_S):
-            body = await _read_body(receive)
+            body = await _read_body(receive, limit)
     except TimeoutError as error:
         raise HttpError(400, "the body did not arrive in time", reason="BodyTimeout") from error
     is_delivered = False
@@ -150,21 +169,21 @@ async def _with_body(headers: Headers, receive: Receive) -> Receive:
     return replay
 
 
-async def _read_body(receive: Receive) -> bytes:
+async def _read_body(receive: Receive, limit: int) -> bytes:
     pieces = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise HttpError(400, "the client left before its body was complete", reason="BodyIncomplete")
         pieces += message.get("body", b"")
-        if len(pieces) > MAX_BODY_BYTES:
-            raise _too_large()
+        if len(pieces) > limit:
+            raise _too_large(limit)
         if not message.get("more_body", False):
             return bytes(pieces)
 
 
-def _too_large() -> HttpError:
-    return HttpError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+def _too_large(limit: int) -> HttpError:
+    return HttpError(413, f"the body is larger than {limit} bytes")
 
 
 def _with_headers(send: Send, path: str, request_id: str) -> Send:

@@ -51,7 +51,7 @@ def pinned_key(seen: HostKey | None, confirmed: str | None) -> dict[str, str]:
             422,
             "host_key_fingerprint is missing: a host key is pinned only after its fingerprint was compared",
             reason="HostKeyUnconfirmed",
-            hint="send the request with ?dry_run=true to see the host's key, compare, then send its fingerprint",
+            hint="send it with ?dry_run=true to see the host's key, compare, then send its fingerprint",
             seen=seen.fingerprint,
         )
     if confirmed != seen.fingerprint:

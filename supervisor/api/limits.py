@@ -71,6 +71,11 @@ class StreamLimit:
     def __init__(self) -> None:
         self._open: defaultdict[str, int] = defaultdict(int)
 
+    @property
+    def count(self) -> int:
+        """Streams open at present, of all tokens."""
+        return sum(self._open.values())
+
     @contextmanager
     def hold(self, token_id: str) -> Iterator[None]:
         """Hold one place for as long as the stream is open, or raise 429."""

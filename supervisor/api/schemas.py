@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Json = dict[str, Any]
 
-Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}\Z")]
-Text = Annotated[str, StringConstraints(max_length=500, pattern=r"^[^\x00]*\Z")]
-NodePath = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^/[^\x00\n]*\Z")]
-LocalPath = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^[^\x00\n]+\Z")]
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+Text = Annotated[str, StringConstraints(max_length=500, pattern=r"^[^\x00]*$")]
+NodePath = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^/[^\x00\n]*$")]
+LocalPath = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^[^\x00\n]+$")]
 HostName = Annotated[
-    str, StringConstraints(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9:\[][A-Za-z0-9._:%\]-]*\Z")
+    str, StringConstraints(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9:\[][A-Za-z0-9._:%\]-]*$")
 ]
-UserName = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z_][A-Za-z0-9._-]*\Z")]
-Fingerprint = Annotated[str, StringConstraints(max_length=100, pattern=r"^SHA256:[A-Za-z0-9+/=]+\Z")]
+UserName = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z_][A-Za-z0-9._-]*$")]
+Fingerprint = Annotated[str, StringConstraints(max_length=100, pattern=r"^SHA256:[A-Za-z0-9+/=]+$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Vmid = Annotated[int, Field(ge=100, le=999_999_999)]
 Scope = Literal["read", "operate", "admin"]
@@ -104,15 +104,20 @@ class RestartBody(Request):
 class TokenCreate(Request):
     """A token to create."""
 
-    name: Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f]+\Z")]
+    name: Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f]+$")]
     scope: Scope = "read"
     expires_days: Annotated[int, Field(ge=1, le=3660)] | None = None
 
 
-class SecretValue(Request):
-    """A secret's value; it is never shown again."""
+class SecretBody(Request):
+    """Either a value, which is never shown again, or a reference."""
 
-    value: Annotated[str, StringConstraints(min_length=1, max_length=65_536, pattern=r"^[^\x00]+\Z")]
+    value: (
+        Annotated[str, StringConstraints(min_length=1, max_length=65_536, pattern=r"^[^\x00]+$")] | None
+    ) = None
+    reference: Annotated[
+        str | None, Field(max_length=4096, description="env:NAME or file:/absolute/path.")
+    ] = None
 
 
 class Page(BaseModel, Generic[T]):
@@ -156,34 +161,6 @@ class CheckItem(View):
     remedy: str | None = None
 
 
-class NodeView(View):
-    """A node."""
-
-    id: str
-    name: str
-    transport: str
-    host: str | None = None
-    port: int | None = None
-    user: str | None = None
-    vmid: int | None = None
-    identity_file: str | None = None
-    host_key_fingerprint: str | None = None
-    root: str
-    log_dir: str
-    python: str | None = None
-    find_links: str | None = None
-    torch_index_url: str | None = None
-    conditions: list[Condition]
-    facts: Json
-    check_report: list[CheckItem] | None = None
-    checked_at: datetime | None = None
-    last_seen_at: datetime | None = None
-    unreachable_since: datetime | None = None
-    version: int
-    created_at: datetime
-    updated_at: datetime
-
-
 class HostKeyView(View):
     """The key that a host shows; nothing is pinned yet."""
 
@@ -216,30 +193,40 @@ class AttemptView(View):
     """One launch of a run; `status` is the trainer's own newest record."""
 
     id: str
+    run: str | None = None
     number: int
     state: str
+    is_live: bool
     reason: str | None = None
     message: str = ""
     trigger: str
     generation: int
-    log_path: str
-    log_size: int | None = None
-    exit_code: int | None = None
-    exit_signal: int | None = None
-    status: Json | None = None
-    last_checkpoint: Json | None = None
-    release_digest: str | None = None
-    environment_digest: str | None = None
+    resume_from: str
     created_at: datetime
     started_at: datetime | None = None
     ready_at: datetime | None = None
     ended_at: datetime | None = None
+    duration_s: float | None = None
+    exit_code: int | None = None
+    exit_signal: int | None = None
+    last_lines: list[str]
+    launch_error: Json | None = None
+    log_path: str
+    log_size: int | None = None
+    gpus: list[Json]
+    release: str | None = None
+    environment: str | None = None
+    status: Json | None = None
+    status_age_s: float | None = None
+    last_checkpoint: Json | None = None
+    preflight: list[Json] | None = None
 
 
 class TelemetryView(View):
     """Newest GPU sample of a node with its age; no GPUs come with a reason."""
 
-    at: datetime | None = None
+    status: Literal["ok", "stale", "unavailable"]
+    t: float | None = None
     age_s: float | None = None
     gpus: list[Json]
     reason: str | None = None
@@ -254,22 +241,59 @@ class Hold(View):
     since: str | None = None
 
 
-class RunView(View):
-    """A run; `attempt` is the newest one, `metrics` the newest line of it, `gpu` the node's newest sample."""
+class Desired(View):
+    """What an actor asked for last."""
+
+    state: Literal["running", "stopped"]
+    reason: str
+    actor: str
+    at: datetime
+
+
+class PairView(View):
+    """A release and an environment on a node; `is_good` is null until a run has proved it."""
+
+    id: str
+    sequence: int
+    state: str
+    is_good: bool | None = None
+    release: str | None = None
+    environment: str | None = None
+    created_at: datetime
+    ready_at: datetime | None = None
+
+
+class NewestMetrics(View):
+    """The newest metrics line as the trainer wrote it, and its age."""
+
+    t: float
+    age_s: float
+    record: Json
+
+
+class RunSummary(View):
+    """A run as one line of a list; `queue` and `train` are from the newest attempt's newest line."""
 
     id: str
     name: str
-    node: str
+    node: str | None
     phase: str
-    desired: str
+    desired: Desired
     generation: int
-    spec: Json
     conditions: list[Condition]
     attempt: AttemptView | None = None
-    metrics: Json | None = None
+    attempt_count: int
+    status: Json | None = None
+    status_age_s: float | None = None
+    queue: Json | None = None
+    train: Json | None = None
     gpu: TelemetryView | None = None
     hold: Hold | None = None
     next_start_at: datetime | None = None
+    next_start_in_s: float | None = None
+    restarts: Json
+    drift: Json | None = None
+    deployment: PairView | None = None
     version: int
     created_at: datetime
     updated_at: datetime
@@ -282,6 +306,15 @@ class OperationError(View):
     message: str
     hint: str | None = None
     data: Json | None = None
+
+
+class CheckReport(View):
+    """The newest check; `status` is the worst of its items, `unknown` before the first check."""
+
+    checked_at: datetime | None = None
+    age_s: float | None = None
+    status: Literal["ok", "warn", "fail", "unknown"]
+    checks: list[CheckItem]
 
 
 class OperationProgress(View):
@@ -299,6 +332,7 @@ class OperationView(View):
     id: str
     kind: str
     status: Literal["pending", "running", "done", "failed", "superseded"]
+    is_done: bool
     run: str | None = None
     node: str | None = None
     actor: str
@@ -307,6 +341,47 @@ class OperationView(View):
     error: OperationError | None = None
     created_at: datetime
     finished_at: datetime | None = None
+
+
+class NodeView(View):
+    """A node."""
+
+    id: str
+    name: str
+    transport: str
+    host: str | None = None
+    port: int | None = None
+    user: str | None = None
+    vmid: int | None = None
+    identity_file: str | None = None
+    host_key_fingerprint: str | None = None
+    root: str
+    log_dir: str
+    python: str | None = None
+    find_links: str | None = None
+    torch_index_url: str | None = None
+    conditions: list[Condition]
+    facts: Json
+    check: CheckReport
+    deployment: PairView | None = None
+    runs: list[str]
+    live_attempts: int
+    gpu: TelemetryView
+    operations: list[OperationView]
+    last_seen_at: datetime | None = None
+    last_seen_age_s: float | None = None
+    version: int
+    created_at: datetime
+    updated_at: datetime
+
+
+class RunView(RunSummary):
+    """A run in full."""
+
+    spec: Json
+    metrics: NewestMetrics | None = None
+    operations: list[OperationView]
+    last_decision: Json | None = None
 
 
 class EventView(View):
@@ -322,15 +397,13 @@ class EventView(View):
     data: Json
 
 
-class DeploymentView(View):
-    """A release and an environment brought to a node."""
+class DeploymentView(PairView):
+    """A release and an environment brought to a node, with what they can do."""
 
-    id: str
-    sequence: int
-    state: str
-    release_digest: str | None = None
-    environment_digest: str | None = None
-    created_at: datetime
+    is_current: bool
+    capabilities: Json
+    error: Json | None = None
+    operation_id: str | None = None
 
 
 class CheckpointView(View):
@@ -382,9 +455,10 @@ class TokenCreated(TokenView):
 
 
 class SecretView(View):
-    """A secret's name."""
+    """A secret's name and kind."""
 
     name: str
+    kind: Literal["value", "reference"]
     updated_at: datetime | None = None
 
 

@@ -102,7 +102,7 @@ class DaemonServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Stop on SIGINT and SIGTERM without raising them again, so that the lifespan ends in order."""
         loop = asyncio.get_running_loop()
-        caught = (signal.SIGINT, signal.SIGTERM)
+        caught: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
         try:
             for number in caught:
                 loop.add_signal_handler(number, self.handle_exit, number, None)

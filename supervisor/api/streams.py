@@ -73,6 +73,7 @@ class EventFeed:
 
     Args:
         subscription: opened before the caller looked for the newest id, so that nothing falls between.
+        accepts: which messages this client wants.
         last_id: of the newest event that the client has.
         fetch: reads events from the store; None when the client wants live data only.
         reset: sent first when the client's id is older than what is kept: it must read a snapshot.
@@ -82,11 +83,13 @@ class EventFeed:
         self,
         subscription: Subscription,
         *,
+        accepts: Callable[[Message], bool],
         last_id: int = 0,
         fetch: FetchEvents | None = None,
         reset: Json | None = None,
     ) -> None:
         self._subscription = subscription
+        self._accepts = accepts
         self._position = last_id
         self._fetch = fetch
         self._reset = reset
@@ -104,9 +107,9 @@ class EventFeed:
                 if is_closed:
                     return
                 if message is not None:
-                    frame = self._frame_of(message)
-                    if frame is not None:
-                        yield frame
+                    live = self._frame_of(message)
+                    if live is not None:
+                        yield live
                     continue
                 # Nothing for a while: say so, and make sure that a message lost on the way costs time only.
                 yield format_sse_event(comment="keepalive")
@@ -127,22 +130,26 @@ class EventFeed:
                 return
 
     def _frame_of(self, message: Message) -> bytes | None:
+        if not self._accepts(message):
+            return None
         if message.topic != "event":
             return _frame(message.topic, {"run": message.run, "node": message.node, **message.data})
-        if self._fetch is None or message.id is None or message.id <= self._position:
+        event_id = message.data["id"]
+        if event_id <= self._position:
             return None
-        self._position = message.id
-        return _frame("event", message.data, message.id)
+        self._position = event_id
+        return _frame("event", message.data, event_id)
 
 
 async def _next(subscription: Subscription) -> tuple[Message | None, bool]:
     """Next message; `(None, False)` after a silence, `(None, True)` at the end."""
     try:
         async with asyncio.timeout(KEEPALIVE_S):
-            message = await subscription.queue.get()
+            message = await subscription.get()
     except TimeoutError:
         return None, False
-    return message, message is None
+    # What an overflowed queue still holds has a hole in it: the client gets it whole when it resumes by id.
+    return message, message is None or subscription.is_overflowed
 
 
 def _frame(kind: str, data: Any, event_id: int | None = None) -> bytes:

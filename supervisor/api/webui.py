@@ -18,9 +18,9 @@ NOT_BUILT = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>dflash-supervisor</title></head>
 <body><h1>dflash-supervisor is running</h1>
 <p>The web page is not part of this installation: it has not been built.</p>
-<p>In a checkout, build it with <code>make setup</code> and start the daemon again; a wheel always contains it,
+<p>In a checkout, build it with <code>make setup</code> and start the daemon again; a wheel has it,
 so reinstall the wheel if this is one.</p>
-<p>Everything works without it: <code>dflashctl --help</code>, or the REST interface under <code>/v1</code>.</p>
+<p>Everything works without it: <code>dflashctl --help</code>, or REST under <code>/v1</code>.</p>
 </body></html>
 """
 

@@ -7,7 +7,6 @@ take long (asking a host for its key) happens before and has no effect of its ow
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -82,9 +81,8 @@ class Write:
 
     async def _fingerprint(self) -> str:
         url = self.request.url
-        digest = hashlib.sha256(f"{self.request.method} {url.path}?{url.query}\n".encode())
-        digest.update(await self.request.body())
-        return digest.hexdigest()
+        body = (await self.request.body()).decode("utf-8", "replace")
+        return idempotency.request_fingerprint(self.request.method, f"{url.path}?{url.query}", body)
 
 
 def to_response(reply: Reply) -> Response:
@@ -108,8 +106,8 @@ async def _write(
         Header(
             alias="Idempotency-Key",
             min_length=1,
-            max_length=128,
-            description="Repeats of this request under the same key have one effect and get the first answer.",
+            max_length=255,
+            description="Repeats under the same key have one effect and get the first answer.",
         ),
     ] = None,
 ) -> Write:

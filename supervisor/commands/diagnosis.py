@@ -80,7 +80,7 @@ def _page() -> Finding:
     folder = Path(supervisor.__file__).parent / "_webui"
     if (folder / "index.html").is_file():
         return _finding("page", "ok", str(folder))
-    return _finding("page", "warn", "the web page is not built", "build it: make webui")
+    return _finding("page", "warn", "the web page is not built", "build it: make setup")
 
 
 def _uv() -> Finding:

@@ -35,7 +35,7 @@ def events(
     newest = client.list_all("/v1/events", maximum=limit, run=name, order="desc", limit=min(limit, 200))
     past = newest[::-1]
     if not is_following:
-        emit(past, output, table=lambda: [_print_event(event) for event in past] and None)
+        emit(past, output, table=lambda: _print_events(past))
         return
     for event in past:
         _emit_event(event, output)
@@ -53,6 +53,11 @@ def _emit_event(event: dict[str, Any], output: Format) -> None:
         _print_event(event)
     else:
         emit_line(event)
+
+
+def _print_events(events: list[dict[str, Any]]) -> None:
+    for event in events:
+        _print_event(event)
 
 
 def _print_event(event: dict[str, Any]) -> None:

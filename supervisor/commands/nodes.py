@@ -84,7 +84,7 @@ COLUMNS: list[Column] = [
     ("ADDRESS", lambda node: address_of(node)),
     ("REACHABLE", lambda node: _condition(node, "Reachable")),
     ("GPUS", lambda node: _gpu_count(node)),
-    ("CHECKED", lambda node: age(node.get("checked_at"))),
+    ("CHECKED", lambda node: age(node["check"].get("checked_at"))),
 ]
 
 
@@ -218,7 +218,7 @@ def check(
         emit(operation, output, table=lambda: typer.echo(operation["id"]))
         return
     operation = wait(client, operation, timeout_s=timeout)
-    report = client.get(path_of("nodes", found["name"])).get("check_report") or []
+    report = client.get(path_of("nodes", found["name"]))["check"]["checks"]
     if operation["status"] != "done" and not report:
         raise OperationFailedError(operation)
     emit(report, output, table=lambda: _print_report(report))
@@ -303,13 +303,12 @@ def _gpu_count(node: Json) -> str | None:
 
 
 def _print_node(node: Json) -> None:
-    hidden = {"conditions", "facts", "check_report", "version"}
-    print_pairs((key, value) for key, value in node.items() if key not in hidden)
+    print_pairs((key, value) for key, value in node.items() if not isinstance(value, dict | list))
     for condition in node.get("conditions") or []:
         typer.echo(f"  {condition['type']:20} {condition['status']:8} {clean(condition.get('reason'))}")
-    if node.get("check_report"):
+    if node["check"]["checks"]:
         typer.echo("")
-        _print_report(node["check_report"])
+        _print_report(node["check"]["checks"])
 
 
 def _print_report(report: list[dict[str, Any]]) -> None:

@@ -60,7 +60,7 @@ def say(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def emit(data: Any, fmt: Format, *, table: Callable[[], None]) -> None:
+def emit(data: Any, fmt: Format, *, table: Callable[[], object]) -> None:
     """Print `data` as one document, or call `table` for the human form."""
     if fmt is Format.JSON:
         typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
@@ -97,6 +97,11 @@ def print_table(rows: Sequence[Json], columns: Sequence[Column], *, empty: str) 
     for line in cells:
         table.add_row(*line)
     Console(highlight=False, markup=False).print(table)
+
+
+def clear_screen() -> None:
+    """Begin a new picture at the top of the terminal."""
+    typer.echo("\x1b[2J\x1b[H", nl=False)
 
 
 def print_pairs(pairs: Iterable[tuple[str, Any]]) -> None:

@@ -18,6 +18,7 @@ from supervisor.commands.output import (
     YesOption,
     age,
     clean,
+    clear_screen,
     confirm,
     emit,
     emit_line,
@@ -232,7 +233,7 @@ def ps(
             emit_line(found)
         else:
             if is_watching and output is Format.TABLE:
-                typer.clear()
+                clear_screen()
             emit(found, output, table=lambda rows=found: print_table(rows, COLUMNS, empty=empty))  # type: ignore[misc]
         if not is_watching:
             return
@@ -344,7 +345,7 @@ def _attempt(run: Json) -> Json:
 
 
 def _progress(run: Json) -> str | None:
-    status = _attempt(run).get("status") or {}
+    status = run.get("status") or {}
     step, total = status.get("step"), status.get("total_steps")
     if step is None:
         return None
@@ -352,8 +353,7 @@ def _progress(run: Json) -> str | None:
 
 
 def _train(run: Json, name: str, digits: int) -> str:
-    metrics = (run.get("metrics") or {}).get("train") or {}
-    return number(metrics.get(name), digits)
+    return number((run.get("train") or {}).get(name), digits)
 
 
 def _reason(run: Json) -> str | None:
@@ -377,7 +377,7 @@ def _print_run(run: Json, attempts: list[dict[str, Any]]) -> None:
             ("node", run["node"]),
             ("phase", run["phase"]),
             ("reason", _reason(run)),
-            ("desired", run["desired"]),
+            ("desired", f"{run['desired']['state']} ({run['desired']['reason']})"),
             ("generation", run["generation"]),
             ("attempt", attempt.get("number")),
             ("step", _progress(run)),

@@ -119,7 +119,7 @@ def doctor(ctx: typer.Context, output: OutputOption = Format.TABLE) -> None:
     from supervisor.commands.diagnosis import diagnose
 
     report = diagnose(session_of(ctx))
-    emit(report, output, table=lambda: [_print_finding(finding) for finding in report] and None)
+    emit(report, output, table=lambda: _print_findings(report))
     failed = [finding["name"] for finding in report if finding["status"] == "fail"]
     if failed:
         raise DoctorFoundError(
@@ -127,10 +127,11 @@ def doctor(ctx: typer.Context, output: OutputOption = Format.TABLE) -> None:
         )
 
 
-def _print_finding(finding: dict[str, Any]) -> None:
-    typer.echo(f"{finding['status']:4}  {finding['name']:12}  {finding['value']}")
-    if finding["remedy"]:
-        typer.echo(f"      {'':12}  → {finding['remedy']}")
+def _print_findings(report: list[dict[str, Any]]) -> None:
+    for finding in report:
+        typer.echo(f"{finding['status']:4}  {finding['name']:12}  {finding['value']}")
+        if finding["remedy"]:
+            typer.echo(f"      {'':12}  → {finding['remedy']}")
 
 
 def completion(shell: Annotated[Shell, typer.Argument(help="Which shell.")]) -> None:

@@ -20,8 +20,9 @@ from supervisor.commands.output import (
     Format,
     Json,
     OutputOption,
-    age,
     clean,
+    clear_screen,
+    duration,
     emit,
     emit_line,
     gib,
@@ -42,13 +43,13 @@ GPU_COLUMNS: list[Column] = [
     ("MEMORY", lambda gpu: f"{gib(gpu.get('mem_used_bytes'))} / {gib(gpu.get('mem_total_bytes'))}"),
     ("POWER", lambda gpu: _unit(gpu.get("power_w"), "W")),
     ("TEMP", lambda gpu: _unit(gpu.get("temp_c"), "°C")),
-    ("AGE", lambda gpu: age(gpu.get("at"))),
+    ("AGE", lambda gpu: duration(gpu.get("age_s"))),
 ]
 RUN_COLUMNS: list[Column] = [
     ("RUN", lambda run: run["name"]),
     ("NODE", lambda run: run["node"]),
     ("PHASE", lambda run: run["phase"]),
-    ("STEP", lambda run: ((run.get("attempt") or {}).get("status") or {}).get("step")),
+    ("STEP", lambda run: (run.get("status") or {}).get("step")),
     ("LOSS", lambda run: number(_metric(run, "train", "loss"), 4)),
     ("TOK/S", lambda run: number(_metric(run, "train", "tok_s"), 0)),
     ("EAL", lambda run: number(_metric(run, "train", "eal"))),
@@ -86,7 +87,7 @@ def top(
         while True:
             picture = _snapshot(client, name)
             if output is Format.TABLE:
-                typer.clear()
+                clear_screen()
                 _print(picture)
             else:
                 emit_line(picture)
@@ -118,7 +119,7 @@ def _print(picture: Json) -> None:
     print_table(picture["runs"], RUN_COLUMNS, empty="no runs; store one: dflashctl run FILE.toml")
     typer.echo("")
     gpus = [
-        {"node": node["node"], "at": node.get("at"), **gpu}
+        {"node": node["node"], "age_s": node.get("age_s"), **gpu}
         for node in picture["nodes"]
         for gpu in node.get("gpus") or []
     ]
@@ -131,7 +132,7 @@ def _print(picture: Json) -> None:
 
 
 def _metric(run: Json, group: str, name: str) -> float | None:
-    value = ((run.get("metrics") or {}).get(group) or {}).get(name)
+    value = (run.get(group) or {}).get(name)
     return value if isinstance(value, int | float) else None
 
 
@@ -144,7 +145,7 @@ def _queue(run: Json) -> str:
 
 
 def _buckets(run: Json) -> str:
-    buckets = ((run.get("metrics") or {}).get("queue") or {}).get("buckets") or []
+    buckets = (run.get("queue") or {}).get("buckets") or []
     return "[" + ",".join(str(bucket.get("depth")) for bucket in buckets) + "]" if buckets else MISSING
 
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from supervisor.api import schemas
 from supervisor.api.deps import Api, Caller, Cursor, Limit, State, SupervisorState
 from supervisor.api.errors import HttpError
-from supervisor.api.paging import page_of
+from supervisor.api.paging import decode_number, encode_cursor
 from supervisor.api.routes.runs import RunName
 from supervisor.api.streams import LOG_PIECE_BYTES, LiveResponse, follow_log, log_bytes
 from supervisor.domain.run import TERMINAL
@@ -39,11 +39,13 @@ LOG_RESPONSES: dict[int | str, dict[str, Any]] = {
 @router.get("", response_model=schemas.Page[schemas.AttemptView])
 async def list_attempts(run: RunName, state: State, limit: Limit = 50, cursor: Cursor = None) -> Any:
     """Attempts of a run, newest first."""
+    before = decode_number(cursor)
 
     def read(session: Session) -> Any:
-        found = runs.list_attempts(session, runs.get_run(session, run))
-        shown = [views.attempt_view(session, attempt) for attempt in found]
-        return page_of(shown, key=lambda view: f"{10**12 - view['number']:013d}", limit=limit, cursor=cursor)
+        found = runs.list_attempts(session, runs.get_run(session, run), before=before, limit=limit)
+        next_cursor = encode_cursor(str(found[-1].number)) if len(found) == limit else None
+        shown = [views.attempt_view(session, attempt, state.clock) for attempt in found]
+        return {"items": shown, "next_cursor": next_cursor}
 
     return await state.store.read(read)
 
@@ -53,7 +55,8 @@ async def get_attempt(run: RunName, number: AttemptNumber, state: State) -> Any:
     """One attempt with its exit record."""
 
     def read(session: Session) -> Any:
-        return views.attempt_view(session, runs.get_attempt(session, runs.get_run(session, run), number))
+        attempt = runs.get_attempt(session, runs.get_run(session, run), number)
+        return views.attempt_view(session, attempt, state.clock)
 
     return await state.store.read(read)
 

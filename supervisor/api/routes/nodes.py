@@ -25,7 +25,7 @@ async def list_nodes(state: State, limit: Limit = 50, cursor: Cursor = None) -> 
     """Nodes by name."""
 
     def read(session: Session) -> Any:
-        found = [views.node_view(session, node) for node in nodes.list_nodes(session)]
+        found = [views.node_view(session, node, state.clock) for node in nodes.list_nodes(session)]
         return page_of(found, key=lambda view: view["name"], limit=limit, cursor=cursor)
 
     return await state.store.read(read)
@@ -42,7 +42,7 @@ async def add_node(body: schemas.NodeCreate, write: WriteDep, dry_run: DryRun = 
 
     def effect(session: Session) -> Reply:
         node = nodes.add_node(session, actor=write.actor, request_id=write.request_id, **fields)
-        view = views.node_view(session, node)
+        view = views.node_view(session, node, write.state.clock)
         return Reply(201, view, {"Location": f"/v1/nodes/{node.name}", **tagged(view)}, hint=node.id)
 
     return await write.answer(effect)
@@ -51,7 +51,9 @@ async def add_node(body: schemas.NodeCreate, write: WriteDep, dry_run: DryRun = 
 @router.get("/{node}", response_model=schemas.NodeView)
 async def get_node(node: NodeName, state: State, response: Response) -> Any:
     """One node with its conditions and its last check."""
-    view = await state.store.read(lambda session: views.node_view(session, nodes.get_node(session, node)))
+    view = await state.store.read(
+        lambda session: views.node_view(session, nodes.get_node(session, node), state.clock)
+    )
     response.headers.update(tagged(view))
     return view
 
@@ -71,14 +73,14 @@ async def update_node(
     def effect(session: Session) -> Reply:
         found = nodes.get_node(session, node)
         check_if_match(if_match, found.version)
-        changed = nodes.update_node(session, found, actor=write.actor, request_id=write.request_id, **fields)
-        view = views.node_view(session, changed)
+        changed = nodes.update_node(session, found, fields, actor=write.actor, request_id=write.request_id)
+        view = views.node_view(session, changed, state.clock)
         return Reply(200, view, tagged(view), hint=changed.id)
 
     return await write.answer(effect)
 
 
-@router.delete("/{node}", status_code=204)
+@router.delete("/{node}", status_code=204, response_model=None)
 async def delete_node(node: NodeName, write: WriteDep, if_match: IfMatch = None) -> Any:
     """Forget a node that has no runs; nothing in the node is touched."""
 
@@ -108,7 +110,7 @@ async def deploy(
     node: NodeName, body: schemas.DeployBody, state: State, write: WriteDep, dry_run: DryRun = False
 ) -> Any:
     """Bring a release and an environment to the node; unchanged ones are not sent again."""
-    wanted = {"source": body.source, "lock": body.lock, "python": body.python}
+    wanted = {"source": body.source, "lock": body.lock or "bundled", "python": body.python}
     if dry_run:
         return await state.store.read(
             lambda session: nodes.plan_deploy(session, nodes.get_node(session, node), **wanted)
@@ -128,7 +130,7 @@ async def deploy(
 async def get_telemetry(node: NodeName, state: State) -> Any:
     """Newest GPU sample with its age; without GPUs the reason why."""
     return await state.store.read(
-        lambda session: telemetry.newest_gpu_sample(session, nodes.get_node(session, node), state.clock)
+        lambda session: telemetry.gpu_snapshot(session, nodes.get_node(session, node))
     )
 
 

@@ -17,6 +17,7 @@ from supervisor.api.paging import page_of
 from supervisor.api.writes import Reply, Write, WriteDep, accepted
 from supervisor.domain.spec import RunSpec, parse_run_dict
 from supervisor.services import runs, telemetry, views
+from supervisor.store import queries
 
 router = APIRouter(prefix="/runs", tags=["runs"])
 
@@ -55,25 +56,23 @@ async def _run_spec(body: Annotated[Json, Depends(_json_object)]) -> RunSpec:
     return parse_run_dict(body)
 
 
-@router.get("", response_model=schemas.Page[schemas.RunView])
+@router.get("", response_model=schemas.Page[schemas.RunSummary])
 async def list_runs(state: State, limit: Limit = 50, cursor: Cursor = None) -> Any:
     """Runs by name."""
 
     def read(session: Session) -> Any:
-        found = [views.run_view(session, run, state.clock) for run in runs.list_runs(session)]
+        found = [views.run_summary(session, run, state.clock) for run in runs.list_runs(session)]
         return page_of(found, key=lambda view: view["name"], limit=limit, cursor=cursor)
 
     return await state.store.read(read)
 
 
 @router.post("", response_model=schemas.RunView, status_code=201, openapi_extra=SPEC_BODY)
-async def put_run(
-    spec: Annotated[RunSpec, Depends(_run_spec)], state: State, write: WriteDep, response: Response
-) -> Any:
+async def put_run(spec: Annotated[RunSpec, Depends(_run_spec)], state: State, write: WriteDep) -> Any:
     """Store a run, or a new generation of the run with that name; a live attempt keeps its own."""
 
     def effect(session: Session) -> Reply:
-        is_new = runs.find_run(session, spec.name) is None
+        is_new = queries.find_run(session, spec.name) is None
         run = runs.put_run(session, spec, actor=write.actor, request_id=write.request_id)
         view = views.run_view(session, run, state.clock)
         headers = {"Location": f"/v1/runs/{run.name}", **tagged(view)}
@@ -117,7 +116,7 @@ async def update_run(
     return await write.answer(effect)
 
 
-@router.delete("/{run}", status_code=204)
+@router.delete("/{run}", status_code=204, response_model=None)
 async def delete_run(run: RunName, write: WriteDep, if_match: IfMatch = None) -> Any:
     """Delete a run that is not live; its logs and checkpoints in the node stay."""
 

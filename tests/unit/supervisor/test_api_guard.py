@@ -7,14 +7,14 @@ from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
 from supervisor.api.errors import install_error_handlers
-from supervisor.api.guard import MAX_BODY_BYTES, SECURITY_HEADERS, Guard, host_of
+from supervisor.api.guard import MAX_BODY_BYTES, SECURITY_HEADERS, Guard, Rules, host_of
 
 
 @pytest.fixture
 def client():
     app = FastAPI()
     install_error_handlers(app)
-    app.add_middleware(Guard, allowed_hosts=["supervisor.lan"])
+    app.add_middleware(Guard, rules=lambda: Rules.of(["supervisor.lan"]))
 
     @app.get("/v1/thing")
     async def read() -> dict[str, str]:

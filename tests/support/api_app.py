@@ -1,0 +1,172 @@
+"""The real API over a real store in a temporary folder, without reconciler and without nodes.
+
+`build_api` gives the application; `live_server` serves it by uvicorn on a loopback port in a thread. Logs
+come from `FileLogs`, which reads attempts' logs from a local folder; everything else is the product's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+
+from supervisor.api import install
+from supervisor.api.server import Binding, DaemonServer
+from supervisor.clock import SystemClock
+from supervisor.domain.errors import ConnectError, NotFoundError
+from supervisor.services import auth
+from supervisor.services.hub import Hub
+from supervisor.services.secrets import SecretBox
+from supervisor.services.views import event_view
+from supervisor.settings import load_settings
+from supervisor.store.tables import Node, Run
+from supervisor.store.writer import Store
+
+
+class FileLogs:
+    """Reads logs from files named after the attempt's id."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.is_unreachable = False
+
+    def path(self, attempt_id: str) -> Path:
+        return self.folder / attempt_id
+
+    async def read(self, attempt: Any, offset: int, limit: int) -> tuple[bytes, int, int]:
+        if self.is_unreachable:
+            raise ConnectError("no answer from the host: 10.0.0.6", reason="ConnectTimeout")
+        path = self.path(attempt.id)
+        if not path.exists():
+            raise NotFoundError(f"attempt {attempt.number} has no log", kind="log", name=attempt.id)
+        data = path.read_bytes()
+        return data[offset : offset + limit], offset, len(data)
+
+
+@dataclass
+class State:
+    """What `app.py` hangs on `app.state.supervisor`, as far as the API looks at it."""
+
+    store: Store
+    settings: Any
+    clock: Any
+    hub: Hub
+    logs: FileLogs
+    secret_box: SecretBox
+    hints: list[str] = field(default_factory=list)
+
+    def hint(self, object_id: str) -> None:
+        self.hints.append(object_id)
+
+
+@dataclass
+class Api:
+    """The application with what a test wants to reach."""
+
+    app: FastAPI
+    state: State
+    tokens: dict[str, str]
+    """Scope to token value."""
+
+
+def build_api(folder: Path, *, clock: Any = None) -> Api:
+    """Build the application; close `api.state.store` at the end."""
+    clock = clock or SystemClock()
+    folder.mkdir(parents=True, exist_ok=True)
+    store = Store(folder / "supervisor.db", clock=clock)
+    store.migrate()
+    state = State(
+        store=store,
+        settings=load_settings(state_dir=folder),
+        clock=clock,
+        hub=Hub(),
+        logs=FileLogs(folder),
+        secret_box=SecretBox(folder / "secrets.key"),
+    )
+    app = FastAPI(title="dflash-supervisor", version="0.0.0")
+    app.state.supervisor = state
+    install(app)
+    tokens = {
+        scope: store.write_sync(
+            lambda session, scope=scope: auth.create_token(session, name=scope, scope=scope, actor="test")[1]
+        )
+        for scope in ("read", "operate", "admin")
+    }
+    return Api(app, state, tokens)
+
+
+def publish_commits(state: State, loop: asyncio.AbstractEventLoop) -> None:
+    """Tell the hub of each committed event, as the composition root does."""
+
+    def name_of(table: Any, object_id: str | None) -> str | None:
+        if object_id is None:
+            return None
+        found = state.store.read_sync(lambda session: session.get(table, object_id))
+        return found.name if found is not None else None
+
+    def listener(events: Any) -> None:
+        for event in events:
+            run, node = name_of(Run, event.run_id), name_of(Node, event.node_id)
+            view = event_view(event)
+            loop.call_soon_threadsafe(
+                lambda view=view, run=run, node=node: state.hub.publish("event", view, run=run, node=node)
+            )
+
+    state.store.add_commit_listener(listener)
+
+
+@dataclass
+class Live:
+    """A served application."""
+
+    url: str
+    loop: asyncio.AbstractEventLoop
+    api: Api
+
+    def publish(self, topic: str, data: dict[str, Any], **fields: Any) -> None:
+        """Publish on the server's loop, as the sampler does."""
+        self.loop.call_soon_threadsafe(lambda: self.api.state.hub.publish(topic, data, **fields))
+
+
+@contextmanager
+def live_server(api: Api) -> Iterator[Live]:
+    """Serve on 127.0.0.1 in a thread until the block ends; the end is the product's own shutdown."""
+    ready = threading.Event()
+    found: dict[str, Any] = {}
+
+    async def announce(url: str) -> None:
+        found["url"] = url
+        ready.set()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        found["loop"] = loop
+        publish_commits(api.state, loop)
+        found["server"] = DaemonServer(api.app, Binding(host="127.0.0.1", port=0), announce)
+        await found["server"].serve()
+
+    def serve() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            found["error"] = error
+            ready.set()
+            raise
+
+    thread = threading.Thread(target=serve, name="api-server", daemon=True)
+    thread.start()
+    assert ready.wait(30), "the server did not start"
+    if "error" in found:
+        raise RuntimeError("the server failed to start") from found["error"]
+    try:
+        yield Live(found["url"], found["loop"], api)
+    finally:
+        found["server"].should_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server did not stop"
