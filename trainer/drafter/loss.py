@@ -21,7 +21,7 @@ from torch.nn.functional import embedding, pad
 
 from trainer.drafter.acceptance import BlockCounts, count_blocks
 from trainer.drafter.anchors import Anchors, BlockLabels, pad_anchors, trim_blocks
-from trainer.drafter.masks import FLEX_MULTIPLE, build_layout, build_masks
+from trainer.drafter.masks import FLEX_MULTIPLE, build_layout, build_masks, to_device
 from trainer.drafter.model import Drafter
 from trainer.drafter.noise import add_noise
 from trainer.errors import ConfigError
@@ -105,12 +105,12 @@ def microbatch_sums(
     )
     device, blocks = hidden_QD.device, len(labels.complete_A)
     rows_R = labels.mask_AK.flatten().nonzero().flatten()  # on the CPU: no sync
-    index_R = _send(rows_R, device)
-    weights_R = _send(labels.weights_AK.flatten()[rows_R], device)
+    index_R = to_device(rows_R, device)
+    weights_R = to_device(labels.weights_AK.flatten()[rows_R], device)
     losses_R, correct_R = weighted_cross_entropy(
         hidden_QD.index_select(0, index_R),
         ends,
-        _send(labels.labels_AK.flatten()[rows_R], device),
+        to_device(labels.labels_AK.flatten()[rows_R], device),
         weights_R,
         chunk_rows=head_chunk_rows,
     )
@@ -119,7 +119,9 @@ def microbatch_sums(
     return StepSums(
         numerator=losses_R.sum(),
         denominator=weights_R.sum(),
-        counts=count_blocks(correct_AK, _send(labels.mask_AK, device), _send(labels.complete_A, device)),
+        counts=count_blocks(
+            correct_AK, to_device(labels.mask_AK, device), to_device(labels.complete_A, device)
+        ),
         rows=rows_R.numel(),
         blocks=blocks,
     )
@@ -152,9 +154,9 @@ def block_hidden(
     )
     hidden_1QD = drafter(
         features_TF[None],
-        ends.embed(_send(block_token_ids(tokens, anchors, size, config.mask_token_id), device))[None],
-        context_positions_BT=_send(tokens.position_T[None], device),
-        block_positions_BQ=_send(layout.block_positions[None], device),
+        ends.embed(to_device(block_token_ids(tokens, anchors, size, config.mask_token_id), device))[None],
+        context_positions_BT=to_device(tokens.position_T[None], device),
+        block_positions_BQ=to_device(layout.block_positions[None], device),
         attention_mask=masks,
     )
     hidden_QD: Tensor = hidden_1QD[0, :wanted_rows]
@@ -265,13 +267,6 @@ def _coarse_length(length: int) -> int:
     """Round up to a quarter of the next power of two (at most a quarter is padding), in whole tiles."""
     step = max(FLEX_MULTIPLE, (1 << max(length - 1, 1).bit_length()) // 8)
     return -(-length // step) * step
-
-
-def _send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to the device without waiting for earlier work there."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _nothing(drafter: Drafter) -> StepSums:

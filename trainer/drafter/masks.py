@@ -15,12 +15,14 @@ Dimension suffixes: T context tokens, A anchors, Q block rows (A times block siz
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 from trainer.drafter.anchors import Anchors
 from trainer.errors import ConfigError
@@ -72,15 +74,15 @@ class BlockLayout:
         offset_K = torch.arange(self.block_size, device=self.anchor_position_A.device)
         return (self.anchor_position_A[:, None] + offset_K[None, :]).flatten().to(torch.int64)
 
-    def to(self, device: torch.device | str) -> BlockLayout:
-        """Copy to a device (non-blocking from pinned memory)."""
+    def to(self, device: torch.device) -> BlockLayout:
+        """Copy to a device without waiting."""
         return BlockLayout(
-            context_doc_T=self.context_doc_T.to(device, non_blocking=True),
-            context_position_T=self.context_position_T.to(device, non_blocking=True),
-            anchor_index_A=self.anchor_index_A.to(device, non_blocking=True),
-            anchor_doc_A=self.anchor_doc_A.to(device, non_blocking=True),
-            anchor_position_A=self.anchor_position_A.to(device, non_blocking=True),
-            valid_A=self.valid_A.to(device, non_blocking=True),
+            context_doc_T=to_device(self.context_doc_T, device),
+            context_position_T=to_device(self.context_position_T, device),
+            anchor_index_A=to_device(self.anchor_index_A, device),
+            anchor_doc_A=to_device(self.anchor_doc_A, device),
+            anchor_position_A=to_device(self.anchor_position_A, device),
+            valid_A=to_device(self.valid_A, device),
             block_size=self.block_size,
         )
 
@@ -239,21 +241,25 @@ def make_mask_mod(layout: BlockLayout, window: int | None) -> MaskMod:
     return mask_mod
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to the device without waiting for earlier work there (through pinned memory)."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def _build_dense(layout: BlockLayout, window: int | None, device: torch.device) -> LayerMask:
-    return DenseMask(dense_mask(layout, window).to(device))
+    return DenseMask(dense_mask(layout.to(device), window))
 
 
 def _build_flex(layout: BlockLayout, window: int | None, device: torch.device) -> LayerMask:
-    from torch.nn.attention.flex_attention import create_block_mask
-
     if layout.block_rows % FLEX_MULTIPLE or layout.context_rows % FLEX_MULTIPLE:
         raise ConfigError(
             f"flex attention needs {layout.block_rows} block rows and {layout.context_rows} context rows "
             f"to be multiples of {FLEX_MULTIPLE}: pad them"
         )
     on_device = layout.to(device)
-    compiled = _compiled("create_block_mask", create_block_mask)
-    mask = compiled(
+    mask = _compiled_create_block_mask()(
         make_mask_mod(on_device, window),
         None,
         None,
@@ -264,14 +270,10 @@ def _build_flex(layout: BlockLayout, window: int | None, device: torch.device) -
     return FlexMask(mask)
 
 
-_COMPILED: dict[str, Callable[..., Any]] = {}
-
-
-def _compiled(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile once per process: eager `create_block_mask` would materialise the whole grid."""
-    if name not in _COMPILED:
-        _COMPILED[name] = torch.compile(function, dynamic=False)
-    return _COMPILED[name]
+@functools.cache
+def _compiled_create_block_mask() -> Callable[..., Any]:
+    """Compile on first use: the uncompiled function materialises the whole grid."""
+    return torch.compile(create_block_mask, dynamic=False)
 
 
 def _build_segments(layout: BlockLayout, window: int | None, device: torch.device) -> LayerMask:
@@ -292,8 +294,8 @@ def _build_segments(layout: BlockLayout, window: int | None, device: torch.devic
         segments=tuple(segments),
         lonely_rows=lonely.numel() * layout.block_size,
         context_splits=tuple(lengths.tolist()),
-        order_Q=None if is_sorted else rows.to(device, non_blocking=True),
-        unorder_Q=None if is_sorted else rows.argsort().to(device, non_blocking=True),
+        order_Q=None if is_sorted else to_device(rows, device),
+        unorder_Q=None if is_sorted else to_device(rows.argsort(), device),
     )
 
 
@@ -324,7 +326,7 @@ def _segment(
         rows=part.block_rows,
         piece=piece,
         context_rows=end - start,
-        visible_qs=dense_mask(part, window).to(device, non_blocking=True),
+        visible_qs=to_device(dense_mask(part, window), device),
     )
 
 
