@@ -33,8 +33,8 @@ export interface Attempt {
   exit_signal: number | null;
   status: Status | null;
   last_checkpoint: { step: number; path: string; saved_at: number | string } | null;
-  release_digest: string | null;
-  environment_digest: string | null;
+  release: string | null;
+  environment: string | null;
   started_at: string | null;
   ready_at: string | null;
   ended_at: string | null;
@@ -65,7 +65,7 @@ export interface MetricRecord {
 }
 
 export interface GpuSnapshot {
-  at: string | null;
+  t: number | null; // seconds since the epoch
   gpus: Gpu[];
   reason: string | null;
   message: string | null;
@@ -76,11 +76,13 @@ export interface Run {
   name: string;
   node: string;
   phase: string;
-  desired: string;
+  desired: { state: string; reason: string; actor: string; at: string };
   generation: number;
   conditions: Condition[];
   attempt: Attempt | null;
-  metrics: MetricRecord | null;
+  status: Status | null;
+  train: MetricRecord["train"];
+  queue: MetricRecord["queue"];
   gpu: GpuSnapshot | null;
   hold: { reason: string; message: string; since: string } | null;
   next_start_at: string | null;
@@ -98,6 +100,7 @@ export interface Event {
   id: number;
   at: string;
   actor: string;
+  subject: string; // run/NAME, node/NAME …
   reason: string;
   message: string;
   level: string;

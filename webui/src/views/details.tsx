@@ -3,8 +3,8 @@ import { now } from "../live";
 import type { Attempt, Condition, Event, MetricRecord, Run } from "../model";
 import { Badge, When } from "./parts";
 
-export function Facts({ run, latest }: { run: Run; latest: MetricRecord | null }) {
-  const status = run.attempt?.status;
+export function Facts({ run, latest }: { run: Run; latest: MetricRecord["train"] }) {
+  const status = run.status;
   const checkpoint = run.attempt?.last_checkpoint;
   return (
     <dl class="facts" style={{ margin: "12px 0" }}>
@@ -15,7 +15,7 @@ export function Facts({ run, latest }: { run: Run; latest: MetricRecord | null }
       <dt>step</dt>
       <dd>{integer(status?.step)} of {integer(status?.total_steps)}</dd>
       <dt>loss · EAL · tokens/s</dt>
-      <dd>{decimal(latest?.train?.loss, 3)} · {decimal(latest?.train?.eal, 2)} · {integer(latest?.train?.tok_s)}</dd>
+      <dd>{decimal(latest?.loss, 3)} · {decimal(latest?.eal, 2)} · {integer(latest?.tok_s)}</dd>
       <dt>last checkpoint</dt>
       <dd>{checkpoint ? `step ${integer(checkpoint.step)}` : "–"}</dd>
       {run.next_start_at && <><dt>next start</dt><dd>{utc(run.next_start_at)}</dd></>}

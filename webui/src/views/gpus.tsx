@@ -21,10 +21,11 @@ function Tile({ gpu }: { gpu: Gpu }) {
 
 // Values grow grey when they are stale; a machine without telemetry says why.
 export function Gpus({ snapshot }: { snapshot: GpuSnapshot | null }) {
-  const isStale = snapshot?.at != null && now.value - Date.parse(snapshot.at) > STALE_MS;
+  const at = snapshot?.t == null ? null : new Date(snapshot.t * 1000).toISOString();
+  const isStale = snapshot?.t != null && now.value - snapshot.t * 1000 > STALE_MS;
   return (
     <section class="card" aria-label="GPUs">
-      <div class="row between"><h2>GPUs</h2>{snapshot?.at && <span class="soft">sampled <When at={snapshot.at} /></span>}</div>
+      <div class="row between"><h2>GPUs</h2>{at && <span class="soft">sampled <When at={at} /></span>}</div>
       {(!snapshot || snapshot.gpus.length === 0) && (
         <p class="soft" data-testid="gpu-unavailable">unavailable{snapshot?.reason ? `: ${snapshot.reason}` : ": no sample yet"}{snapshot?.message ? ` (${snapshot.message})` : ""}</p>
       )}

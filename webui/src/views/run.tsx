@@ -15,6 +15,7 @@ import { Badge, Problem } from "./parts";
 interface Live {
   run?: string | null;
   node?: string | null;
+  subject?: string;
 }
 
 function Charts({ records }: { records: MetricRecord[] }) {
@@ -51,14 +52,14 @@ export function RunView({ name }: { name: string }) {
     document.title = `${name} · dflash-supervisor`;
     loadRun();
     loadMetrics();
-    const isOurs = (data: unknown) => (data as Live).run === name;
+    const isOurs = (data: unknown) => (data as Live).run === name || (data as Live).subject === `run/${name}`;
     const stops = [
       on("event", (data) => isOurs(data) && loadRun()),
       on("state", (data) => isOurs(data) && loadRun()),
       on("status", (data) => {
         if (!isOurs(data)) return;
-        const status = (data as { status?: Attempt["status"] }).status ?? null;
-        setRun((known) => (known?.attempt ? { ...known, attempt: { ...known.attempt, status } } : known));
+        const status = (data as { status?: Run["status"] }).status ?? null;
+        setRun((known) => (known ? { ...known, status } : known));
       }),
       on("metrics", (data) => {
         const record = (data as { record?: MetricRecord }).record;
@@ -74,7 +75,7 @@ export function RunView({ name }: { name: string }) {
   if (run === null) return <div class="skeleton" aria-busy="true" />;
   const asked = Number(location.value.searchParams.get("attempt"));
   const shown = attempts.find((attempt) => attempt.number === asked) ?? run.attempt;
-  const latest = records.at(-1) ?? run.metrics;
+  const latest = records.at(-1)?.train ?? run.train;
   return (
     <>
       <p><Link to="/">All runs</Link></p>

@@ -10,7 +10,7 @@ import { Badge, Problem, When } from "./parts";
 const PHASES = ["running", "starting", "stopping", "backoff", "held", "pending", "stopped", "succeeded", "failed"];
 
 function progress(run: Run): string {
-  const status = run.attempt?.status;
+  const status = run.status;
   if (status?.step == null) return status?.phase ?? "–";
   return status.total_steps == null ? integer(status.step) : `${integer(status.step)} / ${integer(status.total_steps)}`;
 }
@@ -22,9 +22,9 @@ function Row({ run, onChange }: { run: Run; onChange: () => void }) {
       <td><Badge word={run.phase} />{run.hold && <div class="soft">{run.hold.reason}</div>}</td>
       <td class="number">{run.attempt?.number ?? "–"}</td>
       <td class="number">{progress(run)}</td>
-      <td class="number">{decimal(run.metrics?.train?.loss, 3)}</td>
-      <td class="number">{decimal(run.metrics?.train?.eal, 2)}</td>
-      <td class="number">{integer(run.metrics?.train?.tok_s)}</td>
+      <td class="number">{decimal(run.train?.loss, 3)}</td>
+      <td class="number">{decimal(run.train?.eal, 2)}</td>
+      <td class="number">{integer(run.train?.tok_s)}</td>
       <td><When at={run.attempt?.ended_at ?? run.attempt?.started_at} /></td>
       <td><Actions run={run} onDone={onChange} /></td>
     </tr>
