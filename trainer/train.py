@@ -43,9 +43,9 @@ from trainer.optim.adamw import AdamWSettings, MasterAdamW
 from trainer.pipeline.devices import (
     available_bytes,
     check_devices,
+    cpu_threads,
     pick_attention,
     pick_dtype,
-    set_cpu_threads,
     worker_suffix,
 )
 from trainer.pipeline.messages import BatchPlanItem
@@ -210,7 +210,7 @@ class Trainer:
         config = self.config
         self._status.set_phase("loading", "data")
         check_devices(config)
-        set_cpu_threads(config)
+        torch.set_num_threads(cpu_threads(config))
         corpus = Corpus.open(
             config.paths.data_dir,
             max_seq_len=config.data.max_seq_len,
@@ -400,6 +400,10 @@ class Trainer:
                 after_step=self._after_step,
                 at_end=functools.partial(self._at_end, close=hidden_states.close),
             ),
+            # with cached hidden states the target idles from the second epoch on
+            cpu_threads=(lambda: cpu_threads(config, is_alone=target_worker.is_cached))
+            if cache_bytes
+            else None,
         )
         self._worker = drafter_worker
         self._connect_sources(feed, hidden_states, target_worker, drafter_worker, parts)

@@ -91,7 +91,11 @@ class _Pending:
 
 
 class DrafterWorker:
-    """Trains one replica of the drafter."""
+    """Trains one replica of the drafter.
+
+    Args:
+        cpu_threads: asked before each step for the torch threads of this worker; None leaves them alone.
+    """
 
     def __init__(
         self,
@@ -106,6 +110,7 @@ class DrafterWorker:
         plan: StepPlan,
         attention: str,
         hooks: StepHooks,
+        cpu_threads: Callable[[], int] | None = None,
     ) -> None:
         self.name = name
         self.step = plan.first_step
@@ -121,6 +126,7 @@ class DrafterWorker:
         self._plan = plan
         self._attention = attention
         self._hooks = hooks
+        self._cpu_threads = cpu_threads
         self._packs_done = plan.total_packs
         self._interval = self._new_interval()
         self._pending: _Pending | None = None
@@ -146,6 +152,8 @@ class DrafterWorker:
     def train_step(self) -> bool:
         """Do one optimizer step; False when there were no packs for it (end of data, or stop)."""
         config = self._config.optim
+        if self._cpu_threads is not None:
+            torch.set_num_threads(self._cpu_threads())
         # fetch and accumulate: gradients of the loss numerators, summed over the micro-batches
         used: list[FeaturePack] = []
         while len(used) < config.grad_accum:

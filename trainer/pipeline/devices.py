@@ -48,11 +48,12 @@ def pick_attention(choice: str, device: str) -> str:
     return "sdpa" if device == "cpu" else "flex"
 
 
-def set_cpu_threads(config: TrainConfig) -> None:
-    """Share the cores among the CPU workers; must run before the first parallel torch call of the workers."""
+def cpu_threads(config: TrainConfig, *, is_alone: bool = False) -> int:
+    """Return the torch threads of one CPU worker: its share of the cores, or all while the others idle."""
     workers = [d for d in (*config.devices.targets(), *config.devices.drafters()) if d == "cpu"]
     cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(config.devices.cpu_threads or max(1, cores // max(1, len(workers))))
+    share = 1 if is_alone else max(1, len(workers))
+    return config.devices.cpu_threads or max(1, cores // share)
 
 
 def available_bytes() -> int:

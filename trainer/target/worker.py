@@ -53,6 +53,8 @@ class TargetWorker:
         self.padded_tokens = 0
         self.sequences = 0
         self.bucket_batches: dict[int, int] = {}
+        self.is_cached = False
+        """the latest pack needed no forward, so this worker's cores are free"""
         self._target = target
         self._corpus = corpus
         self._layer_ids = tuple(layer_ids)
@@ -83,6 +85,7 @@ class TargetWorker:
         samples: list[Sample] = [self._corpus[sample] for sample in item.sample_ids]
         self._count(item, samples)
         cached_TLD = None if self._cache is None else self._cache.find_pack(item.sample_ids)
+        self.is_cached = cached_TLD is not None
         if cached_TLD is not None:
             self._deliver(item, pack_tokens(samples), cached_TLD, None)
             return

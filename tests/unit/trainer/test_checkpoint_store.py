@@ -1,0 +1,366 @@
+"""Checkpoints: whole or absent, found by hash, pruned by age; states compared field by field."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.checkpoint.lineage import choose_start
+from trainer.checkpoint.state import ConsumedPacks, TrainState, compare, read_state, write_state
+from trainer.checkpoint.store import MANIFEST, CheckpointStore, list_lineages, verify
+from trainer.errors import CheckpointError
+
+CRASH_POINTS = [
+    f"{kind}.{point}"
+    for kind in ("export", "state")
+    for point in ("before_fill", "before_manifest", "before_rename", "before_parent_sync", "done")
+]
+
+SAVER = """
+import os, sys
+from pathlib import Path
+from trainer.checkpoint.store import CheckpointStore
+
+folder, crash_at, first, count, size = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6])
+
+def crash(point):
+    if point == crash_at:
+        os._exit(137)
+
+def fill(path):
+    path.mkdir()
+    for name in ("a.bin", "b.bin"):
+        (path / name).write_bytes(os.urandom(size))
+
+store = CheckpointStore(folder, crash_point=crash)
+store.prepare()
+for step in range(first, first + count):
+    store.save("export", step, fill)
+    store.save("state", step, fill)
+    print(step, flush=True)
+"""
+
+
+def saver(folder, crash_at="", *, first=0, count=1, size=100):
+    words = [str(folder), crash_at, str(first), str(count), str(size)]
+    return subprocess.Popen(
+        [sys.executable, "-c", SAVER, *words], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def fill_with(text):
+    def fill(path):
+        path.mkdir()
+        (path / "weights.bin").write_text(text * 50)
+        (path / "state.json").write_text("{}")
+
+    return fill
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = CheckpointStore(tmp_path / "out" / "lineage-0000")
+    store.prepare()
+    return store
+
+
+def test_saved_folder_verifies_and_is_listed_in_its_manifest(store):
+    path = store.save("state", 12, fill_with("x"))
+
+    verify(path)
+    assert path.name == "step-00000012"
+    assert store.find_newest().path == path
+    assert sorted(entry.name for entry in path.iterdir()) == [MANIFEST, "state.json", "weights.bin"]
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def flip_bit(path):
+    data = bytearray((path / "weights.bin").read_bytes())
+    data[17] ^= 1
+    (path / "weights.bin").write_bytes(data)
+
+
+def truncate(path):
+    (path / "weights.bin").write_bytes((path / "weights.bin").read_bytes()[:-1])
+
+
+def lose_file(path):
+    (path / "weights.bin").unlink()
+
+
+def lose_manifest(path):
+    (path / MANIFEST).unlink()
+
+
+def break_manifest(path):
+    (path / MANIFEST).write_text((path / MANIFEST).read_text()[:-20])
+
+
+def empty_manifest(path):
+    (path / MANIFEST).write_text('{"v": 1, "files": {}}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (flip_bit, "does not match its SHA-256"),
+        (truncate, "has 49 bytes, the manifest says 50"),
+        (lose_file, "is missing"),
+        (lose_manifest, "was never finished"),
+        (break_manifest, "cannot be read"),
+        (empty_manifest, "lists no files"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_damaged_checkpoint_is_passed_over_with_its_reason(store, damage, reason):
+    good = store.save("state", 10, fill_with("x"))
+    damage(store.save("state", 20, fill_with("y")))
+
+    found = store.find_newest()
+
+    assert found.path == good
+    assert len(found.skipped) == 1
+    assert reason in found.skipped[0]
+    assert "step-00000020" in found.skipped[0]
+
+
+def test_resume_is_refused_when_nothing_verifies(store, tmp_path):
+    flip_bit(store.save("state", 20, fill_with("y")))
+
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints .* --resume scratch"):
+        choose_start(tmp_path / "out", "latest")
+
+
+@pytest.mark.parametrize("point", CRASH_POINTS)
+def test_process_killed_while_saving_leaves_whole_checkpoints_only(tmp_path, point):
+    folder = tmp_path / "lineage-0000"
+    assert saver(folder, first=1).wait(60) == 0
+    assert saver(folder, point, first=2).wait(60) == 137
+
+    store = CheckpointStore(folder)
+    for kind in ("state", "export"):
+        for step in store.steps(kind):
+            verify(store.path(kind, step))
+    expected = 2 if point in ("state.before_parent_sync", "state.done") else 1
+    assert store.find_newest("state").step == expected
+    store.prepare()
+    assert not list(folder.glob("*/.tmp-*"))
+    assert saver(folder, first=2).wait(60) == 0
+    assert store.find_newest("state").step == 2
+
+
+def test_sigkill_at_random_moments_never_leaves_a_half_checkpoint(tmp_path):
+    folder, rng = tmp_path / "lineage-0000", random.Random(7)
+    newest = 0
+    for attempt in range(6):
+        process = saver(folder, first=1000 * attempt, count=900, size=200_000)
+        process.stdout.readline()
+        time.sleep(rng.uniform(0.0, 0.05))
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(60)
+        process.stdout.close()
+
+        store = CheckpointStore(folder)
+        for kind in ("state", "export"):
+            for step in store.steps(kind):
+                verify(store.path(kind, step))
+        assert store.find_newest().step >= max(newest, 1000 * attempt)
+        newest = store.find_newest().step
+        store.prune(1)
+
+
+def test_full_disk_is_one_clear_error_and_keeps_what_was_there(store):
+    good = store.save("state", 1, fill_with("x"))
+
+    def no_space(path):
+        path.mkdir()
+        (path / "weights.bin").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match=r"No space left on device.*earlier checkpoints are untouched"):
+        store.save("state", 2, no_space)
+
+    assert store.find_newest().path == good
+    assert [entry.name for entry in good.parent.iterdir()] == [good.name]
+
+
+def test_pruning_keeps_the_newest_and_never_the_only_good_one(store):
+    for step in range(1, 6):
+        store.save("state", step, fill_with("x"))
+        store.save("export", step, fill_with("x"))
+    for step in (3, 4, 5):
+        flip_bit(store.path("state", step))
+
+    store.prune(2)
+
+    assert store.steps("state") == [2, 4, 5]
+    assert store.steps("export") == [4, 5]
+    assert store.find_newest().step == 2
+
+
+def test_damaged_folder_in_the_way_is_kept_aside(store):
+    flip_bit(store.save("state", 5, fill_with("x")))
+
+    store.save("state", 5, fill_with("y"))
+
+    assert store.find_newest().step == 5
+    assert (store.path("state", 5).parent / "step-00000005.replaced-1").is_dir()
+
+
+def test_scratch_opens_a_new_lineage_and_latest_stays_in_the_newest(store, tmp_path):
+    out = tmp_path / "out"
+    path = store.save("state", 5, fill_with("x"))
+
+    assert choose_start(out, "latest").state_dir == path
+    scratch = choose_start(out, "scratch")
+    assert (scratch.lineage, scratch.state_dir) == ("lineage-0001", None)
+    CheckpointStore(out / scratch.lineage).prepare()
+    again = choose_start(out, "latest")
+    assert (again.lineage, again.state_dir) == ("lineage-0001", None)
+    assert list_lineages(out) == ["lineage-0000", "lineage-0001"]
+    assert path.is_dir()
+
+
+def test_first_run_starts_the_first_lineage(tmp_path):
+    start = choose_start(tmp_path / "none", "latest")
+
+    assert (start.lineage, start.state_dir) == ("lineage-0000", None)
+
+
+def test_resuming_from_a_path_branches_only_where_newer_steps_exist(store, tmp_path):
+    out = tmp_path / "out"
+    older, newer = store.save("state", 5, fill_with("x")), store.save("state", 9, fill_with("x"))
+
+    assert choose_start(out, str(newer)).lineage == "lineage-0000"
+    branch = choose_start(out, str(older))
+    assert (branch.lineage, branch.state_dir) == ("lineage-0001", older)
+    flip_bit(older)
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        choose_start(out, str(older))
+
+
+def test_state_round_trip(tmp_path):
+    state = TrainState(step=3, tokens=99, meta={"config": {"a": 1}}, tensors={"x": torch.arange(3)})
+
+    write_state(state, tmp_path / "s")
+    back = read_state(tmp_path / "s")
+
+    assert (back.step, back.tokens, back.meta) == (3, 99, {"config": {"a": 1}})
+    assert torch.equal(back.tensors["x"], torch.arange(3))
+
+
+def test_newer_state_version_is_refused(tmp_path):
+    write_state(TrainState(step=1, tokens=0, meta={}, tensors={"x": torch.zeros(1)}), tmp_path / "s")
+    record = tmp_path / "s" / "state.json"
+    record.write_text(record.read_text().replace('"v": 1', '"v": 2'))
+
+    with pytest.raises(CheckpointError, match="has version 2, this trainer reads 1"):
+        read_state(tmp_path / "s")
+
+
+@given(packs=st.integers(1, 40), data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_consumed_bitmaps_round_trip(packs, data):
+    chosen = data.draw(st.sets(st.tuples(st.integers(0, 2), st.integers(0, packs - 1))))
+    consumed = ConsumedPacks(packs, 3)
+    for epoch, pack in chosen:
+        consumed.add(epoch, pack)
+
+    back = ConsumedPacks(packs, 3)
+    back.load(consumed.tensors())
+
+    assert back.count() == len(chosen)
+    assert all(back.has(e, p) == ((e, p) in chosen) for e in range(3) for p in range(packs))
+
+
+def test_pack_is_consumed_once():
+    consumed = ConsumedPacks(4, 1)
+    consumed.add(0, 2)
+
+    with pytest.raises(CheckpointError, match="pack 2 of epoch 0 was consumed twice"):
+        consumed.add(0, 2)
+
+
+def test_bitmap_of_another_plan_is_refused():
+    consumed = ConsumedPacks(20, 3)
+    consumed.add(2, 1)
+
+    with pytest.raises(CheckpointError, match="raise --epochs"):
+        ConsumedPacks(20, 2).load(consumed.tensors())
+
+
+def identity(**changes):
+    base = {
+        "config": {
+            "data": {"token_budget": 8},
+            "drafter": {"block_size": 4},
+            "optim": {"lr": 0.1, "seed": 1, "grad_accum": 2, "epochs": 3},
+            "paths": {"output_dir": "/a"},
+            "telemetry": {"log_every": 1},
+        },
+        "data": {"sha256": "d"},
+        "target": {"config_sha256": "t"},
+        "world": {"targets": ["cpu"]},
+        "versions": {"torch": "1"},
+        "code": {"git_sha": "c"},
+    }
+    for path, value in changes.items():
+        node = base
+        *tables, key = path.split("__")
+        for table in tables:
+            node = node[table]
+        node[key] = value
+    return base
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data__sha256": "e"},
+        {"target__config_sha256": "u"},
+        {"config__data__token_budget": 9},
+        {"config__drafter__block_size": 8},
+        {"config__optim__seed": 2},
+        {"config__optim__grad_accum": 4},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_difference_that_breaks_a_resume_is_refused_by_name(change):
+    path, value = next(iter(change.items()))
+
+    with pytest.raises(CheckpointError) as caught:
+        compare(identity(), identity(**change))
+
+    assert f"{path.split('__')[-2]}.{path.split('__')[-1]} was" in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config__optim__lr": 0.2},
+        {"config__optim__epochs": 4},
+        {"world__targets": ["cuda:0"]},
+        {"versions__torch": "2"},
+        {"code__git_sha": "x"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_allowed_difference_is_recorded_field_by_field(change):
+    lines = compare(identity(), identity(**change))
+
+    assert len(lines) == 1
+    assert "was" in lines[0]
+
+
+def test_place_and_telemetry_do_not_matter():
+    changes = {"config__paths__output_dir": "/b", "config__telemetry__log_every": 5}
+
+    assert compare(identity(), identity(**changes)) == []
