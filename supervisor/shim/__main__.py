@@ -29,10 +29,11 @@ def main() -> int:
             command.add_argument("--marker", default=None)
     for name in ("nvml", "fingerprint", "modules", "sites"):
         command = commands.add_parser(name)
+        command.add_argument("--parent", type=int, required=True)
         command.add_argument("arguments", nargs="*")
     options = parser.parse_args()
     if options.command in ("nvml", "fingerprint", "modules", "sites"):
-        return children.run_child(options.command, options.arguments)
+        return children.run_child(options.command, options.arguments, options.parent)
     root = os.path.abspath(options.root)
     if options.command == "start":
         return launch.run_start(root)

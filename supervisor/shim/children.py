@@ -22,9 +22,11 @@ from .records import dumps, null_nonfinite
 from .spawn import set_parent_death_signal
 
 
-def run_child(command: str, arguments: list[str]) -> int:
+def run_child(command: str, arguments: list[str], parent: int) -> int:
     """Run one child mode; the exit code is 0 when it could answer."""
     set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != parent:
+        return 1  # the agent died before the kernel was told to end us with it
     if command == "nvml":
         return _nvml(float(arguments[0]) if arguments else 1.0)
     if command == "sites":

@@ -109,7 +109,7 @@ def answer(line: bytes, handler: Handler) -> dict[str, Any]:
     try:
         try:
             request = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise RefusedError("BadFrame", "frame is not JSON") from None
         if not isinstance(request, dict):
             raise RefusedError("BadFrame", "frame is not a JSON object")

@@ -15,7 +15,7 @@ from typing import Any
 
 from .proc import Stat, is_alive, read_stat
 from .records import LIVE_PHASES, RefusedError, list_attempts
-from .samplers import script_argv
+from .samplers import child_argv
 
 CHILD_DEADLINE_S = 60.0
 MODULE_DEADLINE_S = 120.0
@@ -108,7 +108,7 @@ def _names(request: dict[str, Any], field: str) -> list[str]:
 
 def _run(python: str, arguments: list[str], deadline_s: float) -> dict[str, Any]:
     """Run a child mode under `python`; its last JSON line, or a RefusedError with the cause."""
-    argv = script_argv(python, *arguments)
+    argv = child_argv(python, *arguments)
     try:
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=deadline_s, check=False
@@ -153,7 +153,7 @@ def _interpreter(python: str) -> dict[str, Any]:
 
 def _module(python: str, name: str) -> dict[str, Any]:
     try:
-        result: dict[str, Any] = _run(python, ["modules", "--", name], MODULE_DEADLINE_S)[name]
+        result: dict[str, Any] = _run(python, ["modules", name], MODULE_DEADLINE_S)[name]
     except RefusedError as failure:
         return {
             "present": None,

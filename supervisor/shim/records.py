@@ -89,7 +89,7 @@ def read_json(path: str) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -138,7 +138,10 @@ class AttemptFiles:
     def status(self) -> dict[str, Any] | None:
         """`status.json`, the trainer's own record; non-finite numbers become None."""
         value = read_json(self.path("status.json"))
-        return None if value is None else null_nonfinite(value, "", [])
+        try:
+            return None if value is None else null_nonfinite(value, "", [])
+        except RecursionError:
+            return None
 
     def is_acknowledged(self) -> bool:
         """Whether the supervisor has said that it ingested the exit record."""

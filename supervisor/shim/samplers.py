@@ -34,6 +34,11 @@ def script_argv(python: str, *arguments: str) -> list[str]:
     return [python, os.path.join(here, "_run.py"), *arguments]
 
 
+def child_argv(python: str, command: str, *arguments: str) -> list[str]:
+    """Argv of a child mode, which ends by itself when this process is gone."""
+    return script_argv(python, command, "--parent", str(os.getpid()), "--", *arguments)
+
+
 def unavailable(reason: str, message: str) -> dict[str, Any]:
     """A sample that says why there is none."""
     return {"t": time.time(), "gpus": [], "reason": reason, "message": message}
@@ -87,7 +92,7 @@ class GpuSampler:
     def _sample(self, python: str, interval_s: float) -> None:
         try:
             child = subprocess.Popen(
-                script_argv(python, "nvml", str(interval_s)),
+                child_argv(python, "nvml", str(interval_s)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -182,7 +187,7 @@ def site_folders(python: str) -> list[str] | None:
     """The package folders of an interpreter, asked of itself; None when it cannot say."""
     try:
         done = subprocess.run(
-            script_argv(python, "sites"),
+            child_argv(python, "sites"),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=30,

@@ -190,7 +190,7 @@ class LineFollower:
             if self._is_skipping:
                 self._is_skipping = False
                 continue
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 nonfinite: list[str] = []
                 record = null_nonfinite(json.loads(line), "", nonfinite)
                 found.append((record, self._offset, nonfinite))

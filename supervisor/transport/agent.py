@@ -289,7 +289,7 @@ def parse_start_reply(stdout: bytes) -> dict[str, Any]:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         frame = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return frame if isinstance(frame, dict) else None
 
