@@ -29,10 +29,10 @@ app = typer.Typer(
 
 DRIFT_COLUMNS: list[Column] = [
     ("CLASS", lambda change: change.get("class")),
-    ("WHAT", lambda change: change.get("what") or change.get("name")),
-    ("BEFORE", lambda change: change.get("before")),
-    ("AFTER", lambda change: change.get("after")),
-    ("MEANS", lambda change: change.get("meaning") or change.get("message")),
+    ("WHAT", lambda change: change.get("name")),
+    ("RUNNING", lambda change: change.get("old")),
+    ("NEXT START", lambda change: change.get("new")),
+    ("MEANS", lambda change: change.get("meaning")),
 ]
 
 
