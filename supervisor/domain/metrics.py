@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 MAX_DEPTH = 12
+
+T = TypeVar("T")
 
 
 def finite(value: Any, _depth: int = 0) -> Any:
@@ -52,6 +54,23 @@ def numeric_names(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def split_evenly(points: Sequence[tuple[float, T]], limit: int) -> list[Sequence[tuple[float, T]]]:
+    """Cut a time series into at most `limit` stretches of equal duration; empty ones are left out."""
+    if not points or limit < 1:
+        return []
+    first, last = points[0][0], points[-1][0]
+    width = (last - first) / limit
+    if len(points) <= limit:
+        return [[point] for point in points]
+    if width <= 0:
+        return [points]
+    buckets: dict[int, list[tuple[float, T]]] = {}
+    for point in points:
+        position = min(limit - 1, int((point[0] - first) / width))
+        buckets.setdefault(position, []).append(point)
+    return [buckets[position] for position in sorted(buckets)]
+
+
 def down_sample(
     points: Sequence[tuple[float, Mapping[str, float | None]]], *, names: Sequence[str], limit: int
 ) -> list[dict[str, Any]]:
@@ -61,17 +80,7 @@ def down_sample(
         One dict per bucket that holds a line: `t` (of its last line), and per name the mean, or None when
         the bucket has no value; `min` and `max` beside it, so that a peak is never hidden.
     """
-    if not points or limit < 1:
-        return []
-    first, last = points[0][0], points[-1][0]
-    width = (last - first) / limit
-    if len(points) <= limit or width <= 0:
-        return [_bucket([point], names) for point in points]
-    buckets: dict[int, list[tuple[float, Mapping[str, float | None]]]] = {}
-    for point in points:
-        position = min(limit - 1, int((point[0] - first) / width))
-        buckets.setdefault(position, []).append(point)
-    return [_bucket(buckets[position], names) for position in sorted(buckets)]
+    return [_bucket(group, names) for group in split_evenly(points, limit)]
 
 
 def _bucket(
@@ -86,6 +95,41 @@ def _bucket(
         lowest[name] = min(seen) if seen else None
         highest[name] = max(seen) if seen else None
     return {"t": points[-1][0], "n": len(points), "values": values, "min": lowest, "max": highest}
+
+
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn dotted names back into nested dicts; positions in lists become keys."""
+    root: dict[str, Any] = {}
+    for name, value in values.items():
+        *path, last = name.split(".")
+        place = root
+        for part in path:
+            child = place.get(part)
+            if not isinstance(child, dict):
+                child = place[part] = {}
+            place = child
+        place[last] = value
+    return root
+
+
+def mean_record(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The newest of some records, with each of its numbers replaced by the mean over all of them.
+
+    A number that only some have is the mean over those; what is null in all stays null. Lists keep the
+    newest record's value, for their parts need not correspond.
+    """
+    newest = records[-1]
+    return {key: _mean_value([record.get(key) for record in records]) for key in newest}
+
+
+def _mean_value(values: Sequence[Any]) -> Any:
+    newest = values[-1]
+    if isinstance(newest, Mapping):
+        return mean_record([value for value in values if isinstance(value, Mapping)])
+    if isinstance(newest, bool | list | str):
+        return newest
+    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 def _is_non_finite(value: Any) -> bool:

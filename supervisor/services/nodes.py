@@ -11,11 +11,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from sqlmodel import Session
+from sqlmodel import Session, col, select
 
 from supervisor.domain.errors import ConflictError, RequestError
 from supervisor.domain.layout import NAME, is_name
 from supervisor.services.operations import create_operation
+from supervisor.services.plans import plan_deploy
 from supervisor.store.attempts import bump
 from supervisor.store.events import now_of, record_event
 from supervisor.store.operations import new_id
@@ -27,14 +28,16 @@ from supervisor.store.queries import (
     list_node_runs,
     list_open_operations,
 )
-from supervisor.store.tables import Node, Operation
+from supervisor.store.tables import Deployment, Node, Operation
 
 __all__ = [
     "DEFAULT_ROOT",
     "add_node",
     "delete_node",
     "get_node",
+    "list_deployments",
     "list_nodes",
+    "plan_deploy",
     "request_check",
     "request_deploy",
     "require_version",
@@ -241,6 +244,12 @@ def delete_node(
     session.delete(node)
 
 
+def list_deployments(session: Session, node: Node) -> list[Deployment]:
+    """What has been brought to a node, newest first."""
+    query = select(Deployment).where(Deployment.node_id == node.id)
+    return list(session.exec(query.order_by(col(Deployment.sequence).desc())).all())
+
+
 def request_check(session: Session, node: Node, *, actor: str, request_id: str | None = None) -> Operation:
     """Ask for a preflight of the node; a check that waits already is returned again."""
     waiting = list_open_operations(session, kinds=("check",), node_id=node.id)
@@ -265,7 +274,7 @@ def request_deploy(
     node: Node,
     *,
     source: str = "bundled",
-    lock: str = "bundled",
+    lock: str | None = None,
     actor: str,
     python: str | None = None,
     request_id: str | None = None,
@@ -276,7 +285,7 @@ def request_deploy(
         session: open write transaction.
         node: where.
         source: bundled, none, or the path of a trainer folder on the control machine.
-        lock: bundled, or the path of a hashed lock on the control machine.
+        lock: bundled, or the path of a hashed lock on the control machine; bundled when absent.
         actor: who asks.
         python: external interpreter in the node, in place of a lock.
         request_id: of the HTTP request.
@@ -288,6 +297,8 @@ def request_deploy(
     for field, value in (("source", source), ("lock", lock), ("python", python)):
         if value is not None and (not value or "\0" in value):
             raise RequestError(f"{field} must not be empty: {value!r}", reason="BadField", field=field)
+    if lock is not None and python is not None:
+        raise RequestError("give either lock or python, not both", reason="BadField", field="lock")
     if python is not None and not python.startswith("/"):
         raise RequestError(
             f"python must be an absolute path in the node: {python}", reason="BadField", field="python"
@@ -300,6 +311,8 @@ def request_deploy(
             hint="wait for it, then deploy again",
             operation=under_way[0].id,
         )
+    if lock is None and python is None:
+        lock = "bundled"
     params = {"source": source, "lock": lock, "python": python}
     operation = create_operation(
         session, kind="deploy", actor=actor, node=node, params=params, request_id=request_id

@@ -17,6 +17,7 @@ from supervisor.domain.run import AttemptState, DesiredState
 from supervisor.domain.spec import RunSpec, parse_run_dict, render_spec, spec_digest
 from supervisor.services.nodes import require_version
 from supervisor.services.operations import create_done, create_operation
+from supervisor.services.plans import plan_restart, plan_start, plan_stop
 from supervisor.store.attempts import bump
 from supervisor.store.events import now_of, record_event
 from supervisor.store.operations import new_id, supersede_operations
@@ -34,11 +35,15 @@ from supervisor.store.tables import Attempt, Operation, Run
 
 __all__ = [
     "delete_run",
+    "find_run",
     "get_attempt",
     "get_run",
     "list_attempts",
     "list_runs",
     "patch_run",
+    "plan_restart",
+    "plan_start",
+    "plan_stop",
     "put_run",
     "request_declare_lost",
     "request_restart",
@@ -226,7 +231,7 @@ def request_stop(
     run: Run,
     *,
     actor: str,
-    reason: str = "stop requested",
+    reason: str = "",
     save: bool = True,
     request_id: str | None = None,
 ) -> Operation:
@@ -240,6 +245,7 @@ def request_stop(
         save: whether the trainer should write a checkpoint first.
         request_id: of the HTTP request.
     """
+    reason = reason or "stop requested"
     live = live_attempt(session, run.id)
     if run.desired == DesiredState.STOPPED:
         open_stops = list_open_operations(session, kinds=("stop",), run_id=run.id)
@@ -278,7 +284,7 @@ def request_restart(
     when: str = "now",
     save: bool = True,
     resume: str | None = None,
-    reason: str = "restart requested",
+    reason: str = "",
     request_id: str | None = None,
     kind: str = "restart",
 ) -> Operation:
@@ -303,6 +309,7 @@ def request_restart(
         raise RequestError(
             f"when must be one of {', '.join(WHEN)}: {when!r}", reason="BadField", field="when"
         )
+    reason = reason or "restart requested"
     _check_resume(resume)
     _refuse_quarantine(run, live_attempt(session, run.id))
     _want(session, run, DesiredState.RUNNING, actor=actor, reason=reason)

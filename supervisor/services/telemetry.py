@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import delete, func
@@ -18,9 +18,11 @@ from supervisor.domain.errors import RequestError
 from supervisor.domain.metrics import (
     down_sample,
     finite,
+    mean_record,
+    nest,
     non_finite_names,
-    numeric_names,
     read_metric,
+    split_evenly,
 )
 from supervisor.store.events import now_of
 from supervisor.store.queries import newest_gpu_sample, newest_metric
@@ -30,6 +32,7 @@ MAX_POINTS = 5000
 MAX_NAMES = 100
 MAX_ROWS = 20_000
 """Rows read for one chart; beyond, every n-th row is taken."""
+STALE_S = 30.0
 GPU_FIELDS = ("util_ratio", "mem_used_bytes", "mem_total_bytes", "power_w", "temp_c", "sm_clock_mhz")
 THINNING = 60
 """At one sample a second, one a minute is left."""
@@ -75,11 +78,11 @@ def append_gpu_sample(session: Session, *, node_id: str, sample: Mapping[str, An
 
 
 def newest_metrics(session: Session, run: Run, *, attempt_id: str | None = None) -> dict[str, Any] | None:
-    """The newest record with its age in seconds; None before the first."""
+    """The newest record with its age in seconds and its attempt; None before the first."""
     row = newest_metric(session, run.id, attempt_id=attempt_id)
     if row is None:
         return None
-    return {"t": row.t, "age_s": _age(session, row.t), "attempt_id": row.attempt_id, "record": row.record}
+    return {**row.record, "t": row.t, "age_s": _age(session, row.t), "attempt_id": row.attempt_id}
 
 
 def gpu_snapshot(session: Session, node: Node) -> dict[str, Any]:
@@ -91,15 +94,19 @@ def gpu_snapshot(session: Session, node: Node) -> dict[str, Any]:
             "reason": "NoSample",
             "message": "no GPU sample has arrived from this node yet",
             "t": None,
+            "at": None,
             "age_s": None,
             "gpus": [],
         }
+    age_s = _age(session, row.t)
+    is_stale = row.reason is None and age_s > STALE_S
     return {
-        "status": "ok" if row.reason is None else "unavailable",
-        "reason": row.reason,
-        "message": row.message,
+        "status": "unavailable" if row.reason is not None else "stale" if is_stale else "ok",
+        "reason": "Stale" if is_stale else row.reason,
+        "message": f"the newest sample is {age_s:.0f} s old" if is_stale else row.message,
         "t": row.t,
-        "age_s": _age(session, row.t),
+        "at": datetime.fromtimestamp(row.t, UTC).isoformat().replace("+00:00", "Z"),
+        "age_s": age_s,
         "gpus": row.gpus,
     }
 
@@ -114,42 +121,39 @@ def metric_history(
     points: int = 500,
     attempt_id: str | None = None,
 ) -> dict[str, Any]:
-    """History of some metrics of a run over all its attempts.
+    """History of a run over all its attempts, thinned out.
 
     Args:
         session: open session.
         run: whose.
-        names: dotted names (`train.loss`); empty = all numbers of the newest line.
+        names: dotted names (`train.loss`) to reduce each item to; empty = whole records.
         since: epoch seconds.
         until: epoch seconds.
-        points: at most so many buckets; a run with fewer lines is returned line by line.
+        points: at most so many items; with fewer lines each line is an item.
         attempt_id: one attempt only.
 
     Returns:
-        `names`, `points` (t, n, values, min, max per name), `attempts` (number and start, for marks),
-        `newest_t`, `is_thinned`.
+        `items`: records as the trainer wrote them, each the mean over its `n` lines, with `t` and `step` of
+        the last one; with `names` also `min` and `max` per name, so that no peak is hidden. `attempts` gives
+        number and start for marks in a chart, `is_thinned` says whether lines were joined.
 
     Raises:
         RequestError: too many names or points, or an empty range.
     """
     _check_range(names, since, until, points)
-    if not names:
-        newest = newest_metric(session, run.id, attempt_id=attempt_id)
-        names = numeric_names(newest.record)[:MAX_NAMES] if newest else []
-    conditions = [MetricLine.run_id == run.id]
+    conditions: list[Any] = [MetricLine.run_id == run.id]
     if attempt_id is not None:
         conditions.append(MetricLine.attempt_id == attempt_id)
     if since is not None:
-        conditions.append(col(MetricLine.t) >= since)  # type: ignore[arg-type]
-    if until is not None:
-        conditions.append(col(MetricLine.t) <= until)  # type: ignore[arg-type]
+        conditions.append(col(MetricLine.t) >= since)
+    if until is not None and math.isfinite(until):
+        conditions.append(col(MetricLine.t) <= until)
     total = session.exec(select(func.count()).select_from(MetricLine).where(*conditions)).one()
     query = select(MetricLine.t, MetricLine.record).where(*conditions)
     stride = math.ceil(total / MAX_ROWS)
     if stride > 1:
         query = query.where(col(MetricLine.id) % stride == 0)
-    rows = session.exec(query.order_by(col(MetricLine.t))).all()
-    series = [(t, {name: _number(read_metric(record, name)) for name in names}) for t, record in rows]
+    rows = session.exec(query.order_by(col(MetricLine.t), col(MetricLine.id))).all()
     attempts = session.exec(
         select(Attempt.number, Attempt.started_at)
         .where(Attempt.run_id == run.id)
@@ -157,9 +161,9 @@ def metric_history(
     ).all()
     return {
         "names": list(names),
-        "points": down_sample(series, names=names, limit=points),
+        "items": [_item(group, names) for group in split_evenly(rows, points)],
         "attempts": [{"number": number, "t": at.timestamp() if at else None} for number, at in attempts],
-        "newest_t": rows[-1][0] if rows else None,
+        "lines": total,
         "is_thinned": stride > 1 or len(rows) > points,
     }
 
@@ -175,11 +179,11 @@ def gpu_history(
 ) -> dict[str, Any]:
     """History of a node's GPUs; names are `<index>.<field>`."""
     _check_range(fields, since, until, points)
-    conditions = [GpuSample.node_id == node.id]
+    conditions: list[Any] = [GpuSample.node_id == node.id]
     if since is not None:
-        conditions.append(col(GpuSample.t) >= since)  # type: ignore[arg-type]
-    if until is not None:
-        conditions.append(col(GpuSample.t) <= until)  # type: ignore[arg-type]
+        conditions.append(col(GpuSample.t) >= since)
+    if until is not None and math.isfinite(until):
+        conditions.append(col(GpuSample.t) <= until)
     total = session.exec(select(func.count()).select_from(GpuSample).where(*conditions)).one()
     query = select(GpuSample.t, GpuSample.gpus).where(*conditions)
     stride = math.ceil(total / MAX_ROWS)
@@ -225,6 +229,16 @@ def prune_gpu_samples(session: Session, *, keep_raw: timedelta, keep: timedelta)
     for step in (old, thin):
         removed += int(session.execute(step).rowcount)  # type: ignore[attr-defined]
     return removed
+
+
+def _item(group: Sequence[tuple[float, Mapping[str, Any]]], names: Sequence[str]) -> dict[str, Any]:
+    t, newest = group[-1]
+    head = {"t": t, "step": newest.get("step"), "n": len(group)}
+    if not names:
+        return {**mean_record([record for _, record in group]), **head}
+    series = [(at, {name: _number(read_metric(record, name)) for name in names}) for at, record in group]
+    (bucket,) = down_sample(series, names=names, limit=1)
+    return {**nest(bucket["values"]), **head, "min": bucket["min"], "max": bucket["max"]}
 
 
 def _check_range(names: Sequence[str], since: float | None, until: float | None, points: int) -> None:

@@ -16,7 +16,9 @@ from supervisor.clock import Clock
 from supervisor.domain.decide import derive_phase
 from supervisor.domain.restart import Ledger
 from supervisor.domain.run import LIVE, AttemptState
+from supervisor.services.events import list_events
 from supervisor.services.telemetry import gpu_snapshot, newest_metrics
+from supervisor.store.events import now_of
 from supervisor.store.facts import desired_of, history_of, spec_of
 from supervisor.store.queries import (
     current_deployment,
@@ -24,19 +26,24 @@ from supervisor.store.queries import (
     list_live_attempts,
     list_node_runs,
     list_open_operations,
+    list_run_attempts,
+    live_attempt,
     newest_attempt,
 )
 from supervisor.store.tables import Attempt, Deployment, Event, Node, Operation, Run
 
+MAX_CHECKPOINT_ATTEMPTS = 200
+POLICY_CLASSES = ("release", "capability", "critical", "minor")
 
-def run_view(session: Session, run: Run, clock: Clock) -> dict[str, Any]:
+
+def run_view(session: Session, run: Run, clock: Clock | None = None) -> dict[str, Any]:
     """A run with its phase, newest attempt, conditions, queue and GPU snapshot and restart budget."""
-    now = clock.now()
+    now = clock.now() if clock else now_of(session)
     node = session.get(Node, run.node_id)
     history = history_of(session, run)
     newest = newest_attempt(session, run.id)
     metrics = newest_metrics(session, run, attempt_id=newest.id if newest else None)
-    record: Mapping[str, Any] = metrics["record"] if metrics else {}
+    record: Mapping[str, Any] = metrics or {}
     gpus = gpu_snapshot(session, node) if node else None
     return {
         "id": run.id,
@@ -48,13 +55,11 @@ def run_view(session: Session, run: Run, clock: Clock) -> dict[str, Any]:
         "created_at": text(run.created_at),
         "updated_at": text(run.updated_at),
         "phase": derive_phase(desired_of(session, run), history).value,
-        "desired": {
-            "state": run.desired,
-            "reason": run.desired_reason,
-            "actor": run.desired_actor,
-            "at": text(run.desired_at),
-            "intent": run.intent,
-        },
+        "desired": run.desired,
+        "desired_reason": run.desired_reason,
+        "desired_actor": run.desired_actor,
+        "desired_at": text(run.desired_at),
+        "intent": run.intent,
         "conditions": run.conditions,
         "attempt": attempt_view(session, newest, clock) if newest else None,
         "attempt_count": len(history.attempts),
@@ -78,10 +83,10 @@ def run_view(session: Session, run: Run, clock: Clock) -> dict[str, Any]:
     }
 
 
-def run_summary(session: Session, run: Run, clock: Clock) -> dict[str, Any]:
+def run_summary(session: Session, run: Run, clock: Clock | None = None) -> dict[str, Any]:
     """A run as one line of a list."""
     view = run_view(session, run, clock)
-    for key in ("spec", "last_decision", "operations", "metrics"):
+    for key in ("last_decision", "operations"):
         del view[key]
     return view
 
@@ -102,9 +107,9 @@ def restart_view(run: Run, now: datetime) -> dict[str, Any]:
     }
 
 
-def node_view(session: Session, node: Node, clock: Clock) -> dict[str, Any]:
+def node_view(session: Session, node: Node, clock: Clock | None = None) -> dict[str, Any]:
     """A node with conditions, last check, deployment and newest GPU sample."""
-    now = clock.now()
+    now = clock.now() if clock else now_of(session)
     return {
         "id": node.id,
         "name": node.name,
@@ -127,12 +132,11 @@ def node_view(session: Session, node: Node, clock: Clock) -> dict[str, Any]:
         "last_seen_age_s": age_s(node.last_seen_at, now),
         "conditions": node.conditions,
         "facts": node.facts,
-        "check": {
-            "checked_at": text(node.checked_at),
-            "age_s": age_s(node.checked_at, now),
-            "status": check_status(node.check_report),
-            "checks": node.check_report or [],
-        },
+        "unreachable_since": text(node.unreachable_since),
+        "check_status": check_status(node.check_report),
+        "check_report": node.check_report,
+        "checked_at": text(node.checked_at),
+        "checked_age_s": age_s(node.checked_at, now),
         "deployment": _pair_of(current_deployment(session, node)),
         "runs": [run.name for run in list_node_runs(session, node.id)],
         "live_attempts": len(list_live_attempts(session, node_id=node.id)),
@@ -151,9 +155,9 @@ def check_status(report: Sequence[Mapping[str, Any]] | None) -> str:
     return "fail" if "fail" in found else "warn" if "warn" in found else "ok"
 
 
-def attempt_view(session: Session, attempt: Attempt, clock: Clock) -> dict[str, Any]:
+def attempt_view(session: Session, attempt: Attempt, clock: Clock | None = None) -> dict[str, Any]:
     """One attempt: state, times, exit, log, pair, and what it last said."""
-    now = clock.now()
+    now = clock.now() if clock else now_of(session)
     run = session.get(Run, attempt.run_id)
     is_live = attempt.state in LIVE
     record = attempt.exit_record or {}
@@ -191,8 +195,8 @@ def attempt_view(session: Session, attempt: Attempt, clock: Clock) -> dict[str, 
         "log_path": attempt.log_path,
         "log_size": attempt.log_size,
         "gpus": attempt.gpus,
-        "release": attempt.release_digest,
-        "environment": attempt.environment_digest,
+        "release_digest": attempt.release_digest,
+        "environment_digest": attempt.environment_digest,
         "deployment_id": attempt.deployment_id,
         "status": attempt.last_status,
         "status_age_s": age_s(attempt.last_status_at, now) if is_live else None,
@@ -263,6 +267,76 @@ def deployment_view(session: Session, deployment: Deployment) -> dict[str, Any]:
     }
 
 
+def drift_view(session: Session, run: Run) -> dict[str, Any]:
+    """What differs between the live attempt and the next start, and what policy does about it."""
+    drift = run.drift or {}
+    live = live_attempt(session, run.id)
+    policy = spec_of(run).drift
+    kind = drift.get("class")
+    changes = list(drift.get("changes") or []) if live else []
+    is_stored_spec_newer = live is not None and live.generation < run.generation
+    return {
+        "run": run.name,
+        "attempt": live.number if live else None,
+        "is_drifted": bool(changes) or is_stored_spec_newer,
+        "class": kind if changes else None,
+        "message": drift.get("message") or "",
+        "changes": changes,
+        "action": getattr(policy, kind) if changes and kind in POLICY_CLASSES else None,
+        "first_seen_at": drift.get("first_seen_at") if changes else None,
+        "last_restart_at": drift.get("last_restart_at"),
+        "generation": {"live": live.generation if live else None, "stored": run.generation},
+        "policy": policy.model_dump(mode="json"),
+    }
+
+
+def explain_view(session: Session, run: Run, clock: Clock | None = None) -> dict[str, Any]:
+    """The last decision with its inputs, the restart budget, and the newest attempts with their reasons."""
+    now = clock.now() if clock else now_of(session)
+    history = history_of(session, run)
+    return {
+        "run": run.name,
+        "phase": derive_phase(desired_of(session, run), history).value,
+        "desired": run.desired,
+        "decision": run.last_decision,
+        "hold": run.hold,
+        "next_start_at": text(run.next_start_at),
+        "restarts": restart_view(run, now),
+        "conditions": run.conditions,
+        "attempts": [
+            {
+                "number": attempt.number,
+                "state": attempt.state.value,
+                "trigger": attempt.trigger.value,
+                "reason": attempt.reason.value if attempt.reason else None,
+                "exit_code": attempt.exit_code,
+                "exit_signal": attempt.exit_signal,
+                "has_new_checkpoint": attempt.has_new_checkpoint,
+                "cause": attempt.cause_fingerprint,
+            }
+            for attempt in history.attempts[:10]
+        ],
+        "events": [event_view(found) for found in list_events(session, run_id=run.id, limit=20)],
+    }
+
+
+def checkpoint_views(session: Session, run: Run) -> list[dict[str, Any]]:
+    """Checkpoints that attempts reported, newest first, each path once."""
+    found: dict[str, dict[str, Any]] = {}
+    for attempt in list_run_attempts(session, run.id, limit=MAX_CHECKPOINT_ATTEMPTS):
+        checkpoint = attempt.last_checkpoint or {}
+        path = checkpoint.get("path")
+        if path and path not in found:
+            found[path] = {
+                "step": checkpoint.get("step"),
+                "path": path,
+                "saved_at": checkpoint.get("saved_at"),
+                "attempt": attempt.number,
+                "release_digest": attempt.release_digest,
+            }
+    return list(found.values())
+
+
 def text(at: datetime | None) -> str | None:
     """RFC 3339, or None."""
     return at.isoformat().replace("+00:00", "Z") if at else None
@@ -281,8 +355,8 @@ def _pair_of(deployment: Deployment | None) -> dict[str, Any] | None:
         "sequence": deployment.sequence,
         "state": deployment.state,
         "is_good": deployment.is_good,
-        "release": deployment.release_digest,
-        "environment": deployment.environment_digest,
+        "release_digest": deployment.release_digest,
+        "environment_digest": deployment.environment_digest,
         "created_at": text(deployment.created_at),
         "ready_at": text(deployment.ready_at),
     }
