@@ -77,7 +77,7 @@ class StopFile:
             return None
         try:
             return _parse_request(json.loads(raw))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             self._complain(f"{type(error).__name__}: {error}")
             return None
 

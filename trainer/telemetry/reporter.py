@@ -69,7 +69,7 @@ class Reporter:
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         self._last: IntervalReport | None = None
         self._last_line_s = time.monotonic()
-        self._last_tick_s = 0.0
+        self._last_tick_s = float("-inf")
         self._clock_tokens = 0
         self._clock_s = time.monotonic()
         self.dropped = 0

@@ -1,0 +1,239 @@
+"""Stop protocol, status record, run folder, and exit codes."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from trainer.errors import ConfigError, DataError, NonFiniteError, OutOfMemoryError, WorkerDiedError
+from trainer.lifecycle.exits import describe, exit_code, translate
+from trainer.lifecycle.heartbeat import PHASES, StatusFile
+from trainer.lifecycle.runfolder import find_git_sha
+from trainer.lifecycle.signals import SignalCounter, StopFile
+from trainer.lifecycle.stopping import StopWatch
+
+
+def read(status):
+    return json.loads(status.path.read_text())
+
+
+@pytest.fixture
+def status(tmp_path):
+    now = [1000.0]
+    status = StatusFile(tmp_path, wall=lambda: now[0])
+    status.now = now
+    return status
+
+
+@pytest.fixture
+def signals():
+    counter = SignalCounter()
+    counter.install()
+    yield counter
+    counter.restore()
+
+
+def ask(tmp_path, **fields):
+    (tmp_path / "control").mkdir(exist_ok=True)
+    body = {
+        "v": 1,
+        "id": "s1",
+        "reason": "test",
+        "actor": "me",
+        "requested_at": 0,
+        "deadline_s": 60,
+        "save": True,
+    }
+    (tmp_path / "control" / "stop.json").write_text(json.dumps(body | fields))
+
+
+def watch(tmp_path, status, signals, needed_s=5.0):
+    return StopWatch(tmp_path, status, signals, needed_s=lambda: needed_s)
+
+
+def test_phases_are_the_contracts():
+    assert PHASES == (
+        "init",
+        "loading",
+        "compiling",
+        "filling",
+        "training",
+        "evaluating",
+        "checkpointing",
+        "draining",
+        "done",
+    )
+
+
+def test_phase_change_is_written_at_once_with_its_time(status):
+    status.set_phase("loading", "data")
+    status.now[0] = 1007.0
+    status.set_phase("loading", "target")
+    assert (read(status)["phase"], read(status)["phase_since"]) == ("loading", 1000.0)
+    assert read(status)["message"] == "target"
+
+    status.set_phase("training")
+    assert (read(status)["phase"], read(status)["phase_since"]) == ("training", 1007.0)
+
+
+def test_nested_phase_returns_to_the_one_before(status):
+    status.set_phase("training")
+    with status.during("checkpointing"):
+        assert read(status)["phase"] == "checkpointing"
+    assert read(status)["phase"] == "training"
+
+
+def test_stop_while_saving_keeps_the_phase_and_then_drains(status):
+    status.set_phase("training")
+    with status.during("checkpointing"):
+        status.drain("stop requested")
+        assert read(status)["phase"] == "checkpointing"
+    assert read(status)["phase"] == "draining"
+
+
+def test_progress_and_checkpoint_are_recorded(status, tmp_path):
+    status.progress(7, 20)
+    status.checkpoint_saved(6, tmp_path / "step-00000006")
+
+    record = read(status)
+    assert (record["step"], record["total_steps"], record["last_progress_at"]) == (7, 20, 1000.0)
+    assert record["last_checkpoint"] == {
+        "step": 6,
+        "path": str(tmp_path / "step-00000006"),
+        "saved_at": 1000.0,
+    }
+
+
+def test_lost_run_folder_never_raises_and_is_said_once(status, tmp_path, caplog):
+    status.path = tmp_path / "gone" / "status.json"
+
+    status.write()
+    status.write()
+
+    assert caplog.text.count("status cannot be written") == 1
+
+
+def test_first_signal_asks_for_an_orderly_stop(tmp_path, status, signals):
+    stopping = watch(tmp_path, status, signals)
+    assert not stopping.look()
+
+    os.kill(os.getpid(), signal.SIGTERM)
+
+    assert stopping.look()
+    assert not stopping.look()
+    assert (stopping.request.id, stopping.request.save) == (None, True)
+    assert read(status)["stop"] == {
+        "id": None,
+        "seen_at": 1000.0,
+        "extend_s": 0.0,
+        "why": "finishing the step, then saving",
+    }
+
+
+def test_second_signal_abandons_the_save(tmp_path, status, signals):
+    stopping = watch(tmp_path, status, signals)
+    os.kill(os.getpid(), signal.SIGTERM)
+    stopping.look()
+
+    os.kill(os.getpid(), signal.SIGTERM)
+    stopping.look()
+
+    assert stopping.is_abandoned
+    assert read(status)["stop"]["why"] == "second signal: save abandoned"
+
+
+def test_stop_file_decides_id_and_save(tmp_path, status, signals):
+    ask(tmp_path, id="req-9", save=False)
+    stopping = watch(tmp_path, status, signals)
+
+    assert stopping.look()
+
+    assert (stopping.request.id, stopping.request.save) == ("req-9", False)
+    assert read(status)["stop"]["why"] == "finishing the step, without saving"
+
+
+def test_file_and_its_signal_are_one_request(tmp_path, status, signals):
+    stopping = watch(tmp_path, status, signals)
+    os.kill(os.getpid(), signal.SIGTERM)
+    stopping.look()
+    ask(tmp_path, id="req-9", save=False)
+
+    stopping.look()
+
+    assert (stopping.request.id, stopping.request.save) == ("req-9", False)
+    assert not stopping.is_abandoned
+
+
+def test_short_deadline_is_answered_with_the_time_still_needed(tmp_path, status, signals):
+    ask(tmp_path, deadline_s=60)
+
+    watch(tmp_path, status, signals, needed_s=75.0).look()
+
+    assert read(status)["stop"]["extend_s"] == 15.0
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"v": 1}', '{"id": "x", "deadline_s": "soon"}'])
+def test_unusable_stop_file_is_reported_once_and_ignored(tmp_path, caplog, text):
+    (tmp_path / "control").mkdir()
+    (tmp_path / "control" / "stop.json").write_text(text)
+    file = StopFile(tmp_path)
+
+    assert (file.read(), file.read()) == (None, None)
+    assert caplog.text.count("stop request cannot be used") == 1
+
+
+def test_stale_stop_file_can_be_cleared(tmp_path, status, signals, caplog):
+    ask(tmp_path)
+    stopping = watch(tmp_path, status, signals)
+
+    stopping.clear_stale()
+
+    assert not stopping.look()
+    assert "removed a stop request of an earlier run" in caplog.text
+
+
+def test_git_sha_is_read_without_git(tmp_path):
+    sha = "0123456789abcdef0123456789abcdef01234567"
+    (tmp_path / ".git" / "refs" / "heads").mkdir(parents=True)
+    (tmp_path / ".git" / "HEAD").write_text("ref: refs/heads/main\n")
+    (tmp_path / "a").mkdir()
+    assert find_git_sha(tmp_path / "a") is None
+
+    (tmp_path / ".git" / "packed-refs").write_text(f"# pack-refs\n{sha} refs/heads/main\n")
+    assert find_git_sha(tmp_path / "a") == sha
+
+    (tmp_path / ".git" / "refs" / "heads" / "main").write_text(sha[::-1] + "\n")
+    assert find_git_sha(tmp_path / "a") == sha[::-1]
+
+    (tmp_path / ".git" / "HEAD").write_text(sha + "\n")
+    assert find_git_sha(tmp_path / "a") == sha
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError("x"), 2), (DataError("x"), 3), (NonFiniteError("x"), 5), (ValueError("x"), 1)],
+    ids=lambda value: str(value),
+)
+def test_exit_code_follows_the_class(error, code):
+    assert exit_code(error) == code
+
+
+def test_out_of_memory_is_recognised_anywhere_in_the_causes():
+    cuda = type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried\nto allocate 2 GiB")
+    died = WorkerDiedError("drafter-gpu1 died")
+    died.__cause__ = cuda
+
+    translated = translate(died)
+
+    assert isinstance(translated, OutOfMemoryError)
+    assert exit_code(translated) == 6
+    assert "CUDA out of memory. Tried to allocate 2 GiB" in describe(translated)
+    assert "lower --token-budget" in describe(translated)
+
+
+def test_description_is_one_line_with_notes():
+    error = DataError("no\nrows")
+    error.add_note("in thread feeder")
+
+    assert describe(error) == "DataError: no rows (in thread feeder)"

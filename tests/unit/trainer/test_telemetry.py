@@ -1,0 +1,338 @@
+"""Metrics lines, sinks, NVML and the start-up report: watching never harms and never lies."""
+
+import json
+import sys
+import threading
+import types
+
+import pytest
+
+from trainer.errors import DependencyError
+from trainer.telemetry import capabilities
+from trainer.telemetry.capabilities import Capability
+from trainer.telemetry.metrics import IntervalReport, bucket_entropy, build_line, flatten, render_line
+from trainer.telemetry.nvml import NvmlReader
+from trainer.telemetry.reporter import Reporter, Sources, progress_text
+from trainer.telemetry.sink import JsonlSink, WandbSink
+
+
+def make_line(**train):
+    return build_line(
+        t=1.5,
+        report=IntervalReport(step=3, tokens=10, train=train),
+        queue={"hs": 2, "buckets": [{"upto": 8, "depth": 2}]},
+        profile={},
+        workers=[{"name": "target-cpu", "tokens": 7}],
+        gpu=[{"index": 4, "power_w": 90.0, "reason": None}],
+        cuda=[],
+        batch={},
+    )
+
+
+def test_nonfinite_values_become_null_and_are_named():
+    line = json.loads(render_line(make_line(loss=float("nan"), lr=float("inf"), eal=2.0)))
+
+    assert line["train"] == {"loss": None, "lr": None, "eal": 2.0}
+    assert line["nonfinite"] == ["train.loss", "train.lr"]
+
+
+def test_finite_line_has_no_flag():
+    assert "nonfinite" not in json.loads(render_line(make_line(loss=1.0)))
+
+
+def test_wandb_keys_are_the_paths_of_the_line():
+    flat = flatten(make_line(loss=2.0, eal=None, skipped=0, bad=float("nan")))
+
+    assert flat["train/loss"] == 2.0
+    assert flat["train/skipped"] == 0
+    assert flat["workers/target-cpu/tokens"] == 7
+    assert flat["gpu/4/power_w"] == 90.0
+    assert flat["queue/buckets/0/depth"] == 2
+    assert "train/eal" not in flat
+    assert "train/bad" not in flat
+
+
+def test_bucket_entropy():
+    assert bucket_entropy([]) is None
+    assert bucket_entropy([0, 0]) is None
+    assert bucket_entropy([5, 0]) == 0.0
+    assert bucket_entropy([3, 3]) == pytest.approx(0.6931, abs=1e-4)
+
+
+def test_jsonl_rotates_once_above_its_limit(tmp_path):
+    sink = JsonlSink(tmp_path, max_bytes=4096)
+    for step in range(200):
+        sink.write({"step": step, "pad": "x" * 80})
+
+    sizes = [entry.stat().st_size for entry in tmp_path.iterdir()]
+    newest = [json.loads(line)["step"] for line in sink.path.read_text().splitlines()]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["metrics.ndjson", "metrics.ndjson.1"]
+    assert max(sizes) <= 4096
+    assert newest[-1] == 199
+
+
+def test_unwritable_metrics_are_counted_and_said_once(tmp_path, caplog):
+    sink = JsonlSink(tmp_path / "gone", max_bytes=4096)
+
+    sink.write({"step": 1})
+    sink.write({"step": 2})
+
+    assert sink.lost == 2
+    assert caplog.text.count("metrics cannot be written") == 1
+
+
+class FakeNvml(types.ModuleType):
+    NVML_TEMPERATURE_GPU = NVML_CLOCK_SM = NVML_CLOCK_MEM = 0
+
+    def __init__(self, **broken):
+        super().__init__("pynvml")
+        self.broken = broken
+
+    def __getattr__(self, name):
+        if not name.startswith("nvml"):
+            raise AttributeError(name)
+        if name in self.broken:
+            return self._raise(self.broken[name])
+        values = {
+            "nvmlDeviceGetCount": 2,
+            "nvmlDeviceGetUUID": "GPU-1",
+            "nvmlDeviceGetUtilizationRates": types.SimpleNamespace(gpu=98),
+            "nvmlDeviceGetMemoryInfo": types.SimpleNamespace(used=7, total=9),
+            "nvmlDeviceGetPowerUsage": 590_000,
+            "nvmlDeviceGetTemperature": 61,
+            "nvmlDeviceGetClockInfo": 1900,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": 0,
+        }
+        return lambda *_: values.get(name)
+
+    @staticmethod
+    def _raise(text):
+        def call(*_):
+            raise RuntimeError(text)
+
+        return call
+
+
+def test_nvml_readings_have_units_and_no_reason_when_complete(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+
+    records = NvmlReader().read()
+
+    assert len(records) == 2
+    assert records[1]["index"] == 1
+    assert (records[0]["util_ratio"], records[0]["power_w"], records[0]["temp_c"]) == (0.98, 590.0, 61)
+    assert records[0]["reason"] is None
+
+
+def test_unsupported_nvml_field_is_null_with_a_reason_and_the_others_stay(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(nvmlDeviceGetPowerUsage="Not Supported"))
+
+    record = NvmlReader().read()[0]
+
+    assert record["power_w"] is None
+    assert record["temp_c"] == 61
+    assert record["reason"] == "power_w: Not Supported"
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [(None, "module pynvml cannot be imported"), (FakeNvml(nvmlInit="Driver mismatch"), "Driver mismatch")],
+    ids=["missing", "driver"],
+)
+def test_missing_nvml_is_a_reason_not_an_error(monkeypatch, module, reason):
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+
+    reader = NvmlReader()
+
+    assert reader.read() == []
+    assert reason in reader.reason
+
+
+def test_unwanted_nvml_is_not_touched(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(nvmlInit="must not be called"))
+
+    assert NvmlReader(is_wanted=False).reason == "switched off by the configuration"
+
+
+class FakeWandb(types.ModuleType):
+    """Records what W&B would get; `fail_modes` raise in init, `hold` blocks log."""
+
+    def __init__(self, *, fail_modes=(), hold=None):
+        super().__init__("wandb")
+        self.fail_modes = fail_modes
+        self.hold = hold
+        self.modes, self.logged, self.finished = [], [], threading.Event()
+
+    def Settings(self, **values):  # noqa: N802 - the library's own name
+        return values
+
+    def init(self, *, mode, settings, **arguments):
+        self.modes.append(mode)
+        self.arguments, self.settings = arguments, settings
+        if mode in self.fail_modes:
+            raise ConnectionError("no route\nto host")
+        return self
+
+    def log(self, values, step):
+        if self.hold is not None:
+            self.hold.wait(30)
+        self.logged.append((step, values))
+
+    def finish(self):
+        self.finished.set()
+
+
+def make_wandb(tmp_path, mode="online", finish_timeout_s=20.0):
+    return WandbSink(
+        run_dir=tmp_path,
+        mode=mode,
+        project="p",
+        run_id="abc",
+        config={"optim": {"lr": 1}},
+        init_timeout_s=15.0,
+        finish_timeout_s=finish_timeout_s,
+    )
+
+
+def test_wandb_gets_every_line_from_its_own_thread(monkeypatch, tmp_path):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    sink = make_wandb(tmp_path)
+
+    sink.write(make_line(loss=2.0))
+    sink.close()
+
+    assert fake.finished.is_set()
+    assert fake.logged[0][0] == 3
+    assert fake.logged[0][1]["train/loss"] == 2.0
+    assert fake.settings == {"x_disable_stats": True, "console": "off", "init_timeout": 15.0}
+    assert (fake.arguments["id"], fake.arguments["resume"]) == ("abc", "allow")
+
+
+def test_wandb_falls_back_to_offline_loudly(monkeypatch, tmp_path, caplog):
+    fake = FakeWandb(fail_modes=("online",))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+
+    sink = make_wandb(tmp_path)
+    sink.close()
+
+    assert fake.modes == ["online", "offline"]
+    assert sink.state == "offline (online failed)"
+    assert "W&B ONLINE FAILED (ConnectionError: no route to host)" in caplog.text
+
+
+def test_wandb_that_cannot_start_is_off_and_swallows_lines(monkeypatch, tmp_path, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(fail_modes=("online", "offline")))
+
+    sink = make_wandb(tmp_path)
+    sink.write(make_line(loss=2.0))
+    sink.close()
+
+    assert "W&B is off from here on" in caplog.text
+
+
+def test_slow_wandb_drops_lines_and_ends_in_bounded_time(monkeypatch, tmp_path, caplog):
+    hold = threading.Event()
+    fake = FakeWandb(hold=hold)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    sink = make_wandb(tmp_path, finish_timeout_s=0.2)
+
+    for _ in range(600):
+        sink.write(make_line(loss=2.0))
+    sink.close()
+    hold.set()
+
+    assert sink.dropped >= 300
+    assert caplog.text.count("W&B is too slow") == 1
+    assert "W&B did not finish" in caplog.text
+
+
+class ListSink:
+    def __init__(self, *, fails=False):
+        self.lines, self.fails, self.arrived = [], fails, threading.Event()
+
+    def write(self, line):
+        if self.fails:
+            raise RuntimeError("broken sink")
+        self.lines.append(line)
+        self.arrived.set()
+
+    def close(self):
+        pass
+
+
+def make_reporter(sink, *, profile_interval_s=1e9, tick=lambda: None, sources=None):
+    return Reporter(
+        [sink],
+        sources or Sources(),
+        profile_interval_s=profile_interval_s,
+        tick=tick,
+        tick_interval_s=1e9,
+    )
+
+
+def test_reporter_writes_submitted_reports_in_order_and_ticks():
+    sink, ticked = ListSink(), threading.Event()
+    reporter = make_reporter(sink, tick=ticked.set)
+    reporter.start()
+    for step in range(5):
+        reporter.submit(IntervalReport(step=step, tokens=step, train={"loss": 1.0}))
+    reporter.close()
+
+    assert [line["step"] for line in sink.lines] == [0, 1, 2, 3, 4]
+    assert ticked.is_set()
+
+
+def test_reporter_writes_by_the_clock_with_throughput_of_that_time():
+    sink = ListSink()
+    reporter = make_reporter(sink, profile_interval_s=0.01, sources=Sources(tokens=lambda: 0))
+    reporter.start()
+    reporter.submit(IntervalReport(step=4, tokens=9, train={"loss": 1.0, "tok_s": 50.0}))
+    for _ in range(400):
+        if len(sink.lines) > 1:
+            break
+        sink.arrived.wait(0.05)
+        sink.arrived.clear()
+    reporter.close()
+
+    assert sink.lines[0]["train"]["tok_s"] == 50.0
+    assert sink.lines[1]["train"] == {"loss": 1.0, "tok_s": 0.0}
+    assert sink.lines[1]["step"] == 4
+
+
+def test_broken_sink_never_reaches_the_worker(caplog):
+    reporter = make_reporter(ListSink(fails=True))
+    reporter.start()
+    reporter.submit(IntervalReport(step=1, tokens=1, train={}))
+    reporter.submit(IntervalReport(step=2, tokens=1, train={}))
+    reporter.close()
+
+    assert caplog.text.count("a metrics line was lost") == 2
+
+
+def test_progress_line_is_readable_and_shows_unknown_as_dash():
+    text = progress_text(make_line(loss=None, eal=3.14159, tok_s=14480.2, total_steps=9, lr=6e-4, skipped=0))
+
+    assert text == ("step 3/9 epoch - loss - eal 3.142 tok/s 14480 lr 6.00e-04 skipped 0 q_hs=2 q_hsb=[2]")
+
+
+def test_required_capability_that_is_off_ends_the_start_with_its_remedy():
+    entries = [
+        Capability(name="nvml", level="required", is_on=False, reason="no module", remedy="install it"),
+        Capability(name="wandb", level="wanted", is_on=False, reason="none", remedy=""),
+    ]
+
+    with pytest.raises(DependencyError, match=r"nvml \(no module; install it\)"):
+        capabilities.require(entries)
+    capabilities.require(entries[1:])
+
+
+def test_report_says_what_is_off_and_why(caplog):
+    caplog.set_level("INFO")
+
+    records = capabilities.report(
+        [Capability(name="nvml", level="wanted", is_on=False, reason="no driver", remedy="add one")]
+    )
+
+    assert "capability nvml: OFF, no driver; remedy: add one" in caplog.text
+    assert records[0]["reason"] == "no driver"
