@@ -39,7 +39,7 @@ def _redact_event(_logger: Any, _method: str, event: MutableMapping[str, Any]) -
     return event
 
 
-def configure_logging(level: str = "info") -> None:
+def configure_logging(level: str = "info", style: str = "auto") -> None:
     """Send structlog and the standard library's loggers to stderr in one format."""
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -48,7 +48,7 @@ def configure_logging(level: str = "info") -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         _redact_event,
     ]
-    is_terminal = sys.stderr.isatty()
+    is_terminal = style == "console" or (style == "auto" and sys.stderr.isatty())
     renderer: list[Any] = (
         [structlog.dev.ConsoleRenderer()]
         if is_terminal

@@ -64,6 +64,7 @@ class NodeAddress:
     vmid: int | None = None
     identity_file: str | None = None
     host_key: str | None = None
+    host_key_fingerprint: str | None = None
 
     @property
     def layout(self) -> Layout:
@@ -143,6 +144,11 @@ class NodeConnection:
     def is_open(self) -> bool:
         """Whether an agent answers at present."""
         return self._agent is not None and self._agent.is_open
+
+    @property
+    def hello(self) -> Mapping[str, Any] | None:
+        """The agent's first frame (boot_id, init_ticks ...), None while there is no agent."""
+        return self._agent.hello if self._agent is not None else None
 
     def agent(self) -> AgentClient:
         """The open agent.
@@ -289,16 +295,19 @@ class Connections:
         *,
         shim: ShimArchive,
         clock: Clock,
-        listener: ConnectionListener,
     ) -> None:
         self._build_transport = build_transport
         self._shim = shim
         self._clock = clock
-        self._listener = listener
+        self._listener = ConnectionListener()
         self._by_id: dict[str, NodeConnection] = {}
 
     def __iter__(self) -> Iterator[NodeConnection]:
         return iter(tuple(self._by_id.values()))
+
+    def listen(self, listener: ConnectionListener) -> None:
+        """Tell this one from now on; set before the first `refresh`."""
+        self._listener = listener
 
     def find(self, node_id: str) -> NodeConnection | None:
         """The node's connection, or None for a node that is unknown here."""

@@ -1,6 +1,6 @@
 """Named crash points: places where a test makes the daemon die as if by SIGKILL.
 
-`crash("name")` stands between every two steps whose order matters. Without `SUPERVISOR_CRASH_AT` in the
+`crash("name")` stands between every two steps whose order matters. Without `DFLASH_CRASH_AT` in the
 environment it does nothing. Each name is registered once, so a test can loop over all of them.
 """
 
@@ -32,7 +32,7 @@ CRASH_POINTS = (
     "deploy.after_apply",
 )
 
-_CRASH_AT = os.environ.get("SUPERVISOR_CRASH_AT", "")
+_CRASH_AT = os.environ.get("DFLASH_CRASH_AT", "")
 
 
 def crash(name: str) -> None:

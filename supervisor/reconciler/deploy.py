@@ -1,4 +1,4 @@
-"""Carries out deploy operations: shim, release, installer and environment onto a node, verified, then current.
+"""Carries out deploy operations: shim, release and environment onto a node, verified, then current.
 
 Started by `operations` for each pending deploy. Every thing that arrives is content-addressed and complete or
 absent, so the same operation may be run again after a crash at any point and picks up where it was. Nothing
@@ -13,18 +13,24 @@ import posixpath
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from sqlmodel import Session, func, select
 
+from supervisor.clock import Clock
 from supervisor.domain.deploy import environment_digest, lock_digest
 from supervisor.domain.errors import ConfigError, DeployError, NotFoundError
 from supervisor.reconciler import leases
 from supervisor.reconciler.capabilities import probe_capabilities
 from supervisor.reconciler.connections import NodeConnection
 from supervisor.reconciler.crash import crash
-from supervisor.reconciler.environments import EnvironmentBuilder, EnvironmentPlan, torch_requirement_for
+from supervisor.reconciler.environments import (
+    EnvironmentBuilder,
+    EnvironmentPlan,
+    torch_requirement_for,
+)
 from supervisor.reconciler.preflight import check_node
 from supervisor.reconciler.scripts import ensure_folder, run_script
 from supervisor.store.events import now_of, record_event
@@ -70,6 +76,16 @@ class Pair:
     capabilities: dict[str, Any] = field(default_factory=dict)
     is_new: bool = False
 
+    @property
+    def release_digest(self) -> str | None:
+        """Digest of the release, if there is one."""
+        return self.release.digest if self.release is not None else None
+
+    @property
+    def environment_digest(self) -> str | None:
+        """Digest of the environment, if there is one."""
+        return self.environment.digest if self.environment is not None else None
+
 
 class Deployer:
     """Runs one deploy on one node."""
@@ -81,9 +97,11 @@ class Deployer:
         sources: DeploySources,
         *,
         owner: str,
+        clock: Clock,
         report: ReportProgress,
     ) -> None:
         self._store = store
+        self._clock = clock
         self._connection = connection
         self._transport = connection.transport
         self._layout = connection.address.layout
@@ -127,14 +145,16 @@ class Deployer:
         await self._connection.ensure_shim()
         crash("deploy.after_shim")
         if archive is not None:
-            pair.release = _release_row(request.source, archive)
+            pair.release = _release_row(request.source, archive, self._clock.now())
             pair.is_new |= await self._bring_release(archive)
             crash("deploy.after_release")
         if request.python is not None:
             pair.environment = await self._use_external(request.python, pair.release)
         elif lock_text is not None:
             plan = self._plan(request, lock_text, python, facts)
-            pair.environment = _environment_row(plan, self._layout.python(plan.digest), facts)
+            pair.environment = _environment_row(
+                plan, self._layout.python(plan.digest), facts, self._clock.now()
+            )
             pair.is_new |= await self._bring_environment(plan, pair.release)
         crash("deploy.after_environment")
         self._report("capabilities", "probing capabilities", None, None)
@@ -256,7 +276,7 @@ class Deployer:
         digest = environment_digest(
             "", torch_requirement=None, python=f"external:{python}", platform=self._connection.address.id
         )
-        return Environment(digest=digest, kind="external", python=python)
+        return Environment(digest=digest, kind="external", python=python, created_at=self._clock.now())
 
     async def _selftest(self, python: str, release: Release | None) -> dict[str, Any]:
         """Byte-compile and import by the environment's own interpreter."""
@@ -294,8 +314,7 @@ class Deployer:
         """Write rows, make the pair current, tell it; nothing when the same pair was current already."""
         node = leases.require(session, Node, request.node.id, token)
         assert isinstance(node, Node)
-        release = pair.release and pair.release.digest
-        environment = pair.environment and pair.environment.digest
+        release, environment = pair.release_digest, pair.environment_digest
         current = session.get(Deployment, node.current_deployment_id or "")
         is_same = (
             current is not None
@@ -309,9 +328,8 @@ class Deployer:
             session.add(current)
             return {**result, "deployment": current.id}
         for row in (pair.release, pair.environment):
-            if row is not None:
-                row.created_at = now_of(session)
-                session.merge(row)
+            if row is not None and session.get(type(row), row.digest) is None:
+                session.add(row)
         session.flush()
         deployment = _deployment_row(session, node, request, pair)
         session.add(deployment)
@@ -386,17 +404,18 @@ def describe_selftest(result: dict[str, Any]) -> DeployError | None:
     return None
 
 
-def _release_row(source: str, archive: ReleaseArchive) -> Release:
+def _release_row(source: str, archive: ReleaseArchive, now: datetime) -> Release:
     return Release(
         digest=archive.digest,
         source=source,
         manifest=dict(archive.manifest),
         size_bytes=len(archive.data),
         source_commit=archive.manifest.get("source_commit"),
+        created_at=now,
     )
 
 
-def _environment_row(plan: EnvironmentPlan, python: str, facts: dict[str, Any]) -> Environment:
+def _environment_row(plan: EnvironmentPlan, python: str, facts: dict[str, Any], now: datetime) -> Environment:
     return Environment(
         digest=plan.digest,
         kind="built",
@@ -405,6 +424,7 @@ def _environment_row(plan: EnvironmentPlan, python: str, facts: dict[str, Any]) 
         python=python,
         torch_requirement=plan.torch_requirement,
         platform=f"{facts['platform']}-{facts['machine']}",
+        created_at=now,
     )
 
 
@@ -415,8 +435,8 @@ def _deployment_row(session: Session, node: Node, request: DeployRequest, pair: 
         id=f"d{secrets.token_hex(10)}",
         node_id=node.id,
         sequence=(last or 0) + 1,
-        release_digest=pair.release and pair.release.digest,
-        environment_digest=pair.environment and pair.environment.digest,
+        release_digest=pair.release_digest,
+        environment_digest=pair.environment_digest,
         state="ready",
         capabilities=pair.capabilities,
         operation_id=request.operation_id,

@@ -21,6 +21,7 @@ from supervisor.clock import Clock
 from supervisor.domain.errors import StoreError
 from supervisor.domain.metrics import finite
 from supervisor.domain.run import TERMINAL
+from supervisor.reconciler.apply import record_status
 from supervisor.reconciler.connections import NodeConnection
 from supervisor.store.attempts import bump
 from supervisor.store.events import now_of
@@ -300,11 +301,7 @@ def _update_attempt(session: Session, attempt: Attempt, pending: _Pending) -> bo
     reported = pending.statuses.get(attempt.id)
     if reported is not None:
         status, attempt.last_status_at = reported
-        attempt.last_status = status
-        if isinstance(status.get("step"), int):
-            attempt.last_step = status["step"]
-        if isinstance(status.get("last_checkpoint"), dict):
-            attempt.last_checkpoint = status["last_checkpoint"]
+        record_status(attempt, status)
     is_first = attempt.first_output_at is None and (reported is not None or (size or 0) > 0)
     if is_first:
         attempt.first_output_at = now_of(session)

@@ -1,0 +1,150 @@
+"""A run's conditions, derived from one pass's evidence: what is true, false or not known, and why.
+
+Called by the loop; pure, so each rule can be tested by itself. `unknown` is used whenever nobody could look:
+a link that is down turns conditions unknown and changes no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from supervisor.domain.facts import Observed, ShimAnswer
+from supervisor.domain.run import LIVE, AttemptState, ConditionType
+from supervisor.domain.spec import RunSpec
+from supervisor.reconciler.observe import Look
+from supervisor.reconciler.reachability import Reachability
+from supervisor.reconciler.sampler import GpuView
+from supervisor.store.tables import Attempt, Run
+
+Condition = tuple[ConditionType, bool | None, str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConditionView:
+    """What the rules look at."""
+
+    run: Run
+    attempt: Attempt | None
+    observed: Observed
+    look: Look
+    reach: Reachability | None
+    gpu_view: GpuView | None
+    spec: RunSpec
+    monotonic_s: float
+
+    @property
+    def state(self) -> AttemptState | None:
+        """State of the newest attempt."""
+        return AttemptState(self.attempt.state) if self.attempt is not None else None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the newest attempt has not ended."""
+        return self.state is not None and self.state in LIVE
+
+
+def run_conditions(view: ConditionView) -> Iterator[Condition]:
+    """All conditions that this pass can say something about."""
+    yield _reachable(view)
+    if view.state is None:
+        return
+    yield _alive(view)
+    yield _ready(view)
+    if view.is_live:
+        yield _shim_present(view)
+        yield _progressing(view)
+        yield _quality(view)
+        yield _telemetry(view)
+        yield _disk(view)
+    if view.attempt is not None and view.attempt.gpus and view.attempt.ended_at is not None:
+        yield _gpu_clean(view)
+
+
+def _reachable(view: ConditionView) -> Condition:
+    reach = view.reach
+    if reach is None:
+        return (ConditionType.REACHABLE, None, "NoConnection", "")
+    return (ConditionType.REACHABLE, reach.is_reachable, reach.reason, reach.message)
+
+
+def _alive(view: ConditionView) -> Condition:
+    kind = ConditionType.ALIVE
+    if not view.is_live:
+        return (kind, False, "Ended", "")
+    if view.look.answer is not ShimAnswer.KNOWN:
+        return (kind, None, "NotAnswered", view.look.error)
+    alive = view.observed.alive
+    return (kind, alive, "IdentityVerified" if alive else "NotFound" if alive is False else "NotKnown", "")
+
+
+def _ready(view: ConditionView) -> Condition:
+    kind = ConditionType.READY
+    if view.state is AttemptState.READY:
+        return (kind, True, "TrainingBegan", "")
+    if view.state is AttemptState.STARTED and view.observed.is_ready is None:
+        return (kind, None, "NotAnswered", "")
+    return (kind, False, "NotYet" if view.is_live else "Ended", "")
+
+
+def _shim_present(view: ConditionView) -> Condition:
+    kind = ConditionType.SHIM_PRESENT
+    present = view.observed.shim_alive
+    if view.look.answer is not ShimAnswer.KNOWN or present is None:
+        return (kind, None, "NotAnswered", "")
+    if present:
+        return (kind, True, "Answers", "")
+    return (kind, False, "ShimGone", "the trainer goes on; its exit code will not be known")
+
+
+def _progressing(view: ConditionView) -> Condition:
+    kind = ConditionType.PROGRESSING
+    late = view.observed.is_progress_late
+    if view.state is not AttemptState.READY or late is None:
+        return (kind, None, "NotKnown", "")
+    if late:
+        return (kind, False, "Late", "no step within the learnt limit")
+    return (kind, True, "StepsAdvance", "")
+
+
+def _quality(view: ConditionView) -> Condition:
+    kind = ConditionType.QUALITY_OK
+    if view.observed.is_non_finite:
+        return (kind, False, "NonFinite", "the newest metrics report a NaN or an infinity")
+    if view.observed.is_quality_bad:
+        return (kind, False, "ThroughputDropped", "")
+    if view.state is not AttemptState.READY:
+        return (kind, None, "NotKnown", "")
+    return (kind, True, "Sane", "")
+
+
+def _telemetry(view: ConditionView) -> Condition:
+    kind = ConditionType.TELEMETRY_OK
+    gpu = view.gpu_view
+    if gpu is None:
+        return (kind, None, "NoSampleYet", "")
+    if gpu.sample.get("reason"):
+        return (kind, False, str(gpu.sample["reason"]), str(gpu.sample.get("message") or ""))
+    if gpu.is_stale(view.monotonic_s):
+        return (kind, None, "Stale", "the newest GPU sample is too old")
+    return (kind, True, "Sampling", "")
+
+
+def _disk(view: ConditionView) -> Condition:
+    kind = ConditionType.DISK_OK
+    low = view.observed.is_disk_low
+    if low is None:
+        return (kind, None, "NotKnown", "")
+    if low:
+        return (kind, False, "DiskLow", "the log is above warn_bytes or free space below min_free_bytes")
+    return (kind, True, "Enough", "")
+
+
+def _gpu_clean(view: ConditionView) -> Condition:
+    kind = ConditionType.GPU_CLEAN
+    if view.attempt is not None and view.attempt.gpu_clean_at is not None:
+        return (kind, True, "Released", "")
+    clean = view.observed.gpu_clean
+    if clean is None:
+        return (kind, None, "NotMeasured", "GPU memory cannot be read, so the gate cannot be checked")
+    return (kind, clean, "Released" if clean else "StillInUse", "")

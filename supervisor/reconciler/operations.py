@@ -1,0 +1,211 @@
+"""Ends the recorded requests about runs: each reaches exactly one of done, failed, superseded.
+
+Called by the loop in the transaction of a pass, so an operation's end and the state that ends it are one.
+What a request asked for is judged from rows alone; a daemon that was killed in between judges again.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from sqlmodel import Session, col, select
+
+from supervisor.domain.actions import Decision
+from supervisor.domain.run import LIVE, AttemptState, DesiredState
+from supervisor.reconciler.reachability import Reachability
+from supervisor.store.events import now_of
+from supervisor.store.operations import finish_operation, report_progress
+from supervisor.store.queries import list_open_operations, newest_attempt
+from supervisor.store.tables import Attempt, Operation, Run
+
+SETTLE_S = 1.0
+"""A process must outlive its first output by this much before its start counts as done."""
+
+RUN_KINDS = ("start", "stop", "restart", "rollback", "declare_lost")
+_STARTING = ("start", "restart", "rollback")
+_UP = frozenset({AttemptState.STARTED, AttemptState.READY})
+_STARTED_PHASES = frozenset({"loading", "compiling", "filling", "training", "evaluating", "checkpointing"})
+
+Error = dict[str, Any]
+
+
+def end_operations(
+    session: Session, run: Run, decision: Decision, reach: Reachability | None
+) -> list[Operation]:
+    """End what can be ended; returns those that did."""
+    ended = []
+    attempt = newest_attempt(session, run.id)
+    for operation in list_open_operations(session, kinds=RUN_KINDS, run_id=run.id):
+        verdict = _judge(session, operation, run, attempt, decision, reach)
+        if verdict is None:
+            _note_running(session, operation, attempt, decision)
+            continue
+        status, error = verdict
+        finish_operation(
+            session,
+            operation,
+            status=status,
+            error=error,
+            result=_result(attempt),
+            attempt_id=attempt.id if attempt is not None else None,
+        )
+        ended.append(operation)
+    return ended
+
+
+def _result(attempt: Attempt | None) -> dict[str, Any] | None:
+    if attempt is None:
+        return None
+    return {"attempt": attempt.number, "state": attempt.state, "log_path": attempt.log_path}
+
+
+def _note_running(
+    session: Session, operation: Operation, attempt: Attempt | None, decision: Decision
+) -> None:
+    step = attempt.state if attempt is not None else "waiting"
+    progress = {"step": step, "message": decision.explanation, "done": None, "total": None}
+    if operation.progress != progress:
+        report_progress(session, operation, step=step, message=decision.explanation)
+
+
+def _judge(
+    session: Session,
+    operation: Operation,
+    run: Run,
+    attempt: Attempt | None,
+    decision: Decision,
+    reach: Reachability | None,
+) -> tuple[str, Error | None] | None:
+    """Status and error of the operation's end, or None while it goes on."""
+    intent = operation.intent or 0
+    if operation.kind in _STARTING:
+        if intent < run.intent:
+            return ("superseded", _superseded(run))
+        return _judge_start(session, run, attempt, decision, reach, intent)
+    if operation.kind == "stop":
+        return _judge_stop(run, attempt, intent)
+    return _judge_lost(operation, attempt, session)
+
+
+def _superseded(run: Run) -> Error:
+    return {
+        "reason": "Superseded",
+        "message": f"a newer request took its place: the run is wanted {run.desired}",
+        "hint": "look at the newest operation of the run",
+        "data": {"desired": run.desired},
+    }
+
+
+def _judge_start(
+    session: Session,
+    run: Run,
+    attempt: Attempt | None,
+    decision: Decision,
+    reach: Reachability | None,
+    intent: int,
+) -> tuple[str, Error | None] | None:
+    if attempt is None or attempt.intent < intent:
+        if run.hold is not None and decision.reason in ("Held", "GpuNotReleased"):
+            return (
+                "failed",
+                _error(run.hold["reason"], run.hold["message"], "remove the cause, then start again"),
+            )
+        return _unreachable(reach)
+    state = AttemptState(attempt.state)
+    if state in _UP and attempt.first_output_at is not None:
+        return ("done", None) if _has_settled(session, attempt) else None
+    if state is AttemptState.SUCCEEDED:
+        return ("done", None)
+    if state in LIVE:
+        return _unreachable(reach) if state in (AttemptState.PLANNED, AttemptState.PREFLIGHT) else None
+    return ("failed", describe_end(attempt))
+
+
+def _has_settled(session: Session, attempt: Attempt) -> bool:
+    phase = (attempt.last_status or {}).get("phase")
+    if attempt.state == AttemptState.READY or phase in _STARTED_PHASES:
+        return True
+    begun = attempt.first_output_at or attempt.started_at
+    return begun is not None and now_of(session) - begun >= timedelta(seconds=SETTLE_S)
+
+
+def _unreachable(reach: Reachability | None) -> tuple[str, Error] | None:
+    """A start on a node that is known to be out of reach fails as a request; the wish itself stays."""
+    if reach is None or reach.is_reachable is not False:
+        return None
+    return (
+        "failed",
+        _error(
+            reach.reason,
+            f"the node cannot be reached: {reach.message}",
+            "the run stays wanted and starts when the node is back; `stop` withdraws it",
+        ),
+    )
+
+
+def _judge_stop(run: Run, attempt: Attempt | None, intent: int) -> tuple[str, Error | None] | None:
+    if run.desired == DesiredState.RUNNING and intent < run.intent:
+        return ("superseded", _superseded(run))
+    if attempt is None or AttemptState(attempt.state) not in LIVE:
+        return ("done", None)
+    if attempt.state == AttemptState.QUARANTINED:
+        return (
+            "failed",
+            _error(
+                "Quarantined",
+                f"attempt {attempt.number} is still there after SIGKILL",
+                "look at the process on the node; its GPUs stay reserved",
+            ),
+        )
+    return None
+
+
+def _judge_lost(
+    operation: Operation, attempt: Attempt | None, session: Session
+) -> tuple[str, Error | None] | None:
+    named = session.get(Attempt, operation.attempt_id) if operation.attempt_id else attempt
+    if named is None or AttemptState(named.state) not in LIVE:
+        return ("done", None)
+    return None
+
+
+def _error(reason: str, message: str, hint: str, **data: Any) -> Error:
+    return {"reason": reason, "message": message, "hint": hint, "data": data}
+
+
+def describe_end(attempt: Attempt) -> Error:
+    """Why an attempt did not stay up: cause, errno, exit code, signal and its last words."""
+    lines = (attempt.exit_record or {}).get("last_lines") or []
+    launch = attempt.launch_error or {}
+    reason = launch.get("reason") or attempt.reason or attempt.state
+    message = launch.get("message") or attempt.message or f"attempt {attempt.number} is {attempt.state}"
+    if lines:
+        message = f"{message}: {str(lines[-1])[:500]}"
+    failed = [item for item in attempt.preflight or [] if item["status"] == "fail"]
+    hint = (
+        failed[0].get("remedy")
+        if failed
+        else f"`dflashctl logs RUN --attempt {attempt.number}` shows its log"
+    )
+    if failed and attempt.state == AttemptState.LAUNCH_FAILED:
+        reason, message = failed[0]["reason"], attempt.message
+    return _error(
+        str(reason),
+        f"attempt {attempt.number} {attempt.state}: {message}",
+        str(hint),
+        exit_code=attempt.exit_code,
+        signal=attempt.exit_signal,
+        errno=launch.get("errno"),
+        last_lines=[str(line) for line in lines[-20:]],
+        findings=failed,
+        log_path=attempt.log_path,
+    )
+
+
+def pending_node_operations(session: Session) -> list[Operation]:
+    """Checks and deploys that have not reached an end, oldest first; after a crash they are run again."""
+    query = select(Operation).where(
+        col(Operation.status).in_(("pending", "running")), col(Operation.kind).in_(("check", "deploy"))
+    )
+    return list(session.exec(query.order_by(col(Operation.created_at))).all())

@@ -1,0 +1,74 @@
+"""Tells a node's agent what to report: which attempts, and GPUs read by which interpreter.
+
+Called when an agent opens, when the set of live attempts changes and after a deploy. The GPU reader runs
+under the interpreter of the newest live attempt: what is missing in *its* environment is what is reported.
+"""
+
+from __future__ import annotations
+
+from sqlmodel import Session, col, func, select
+
+from supervisor.domain.run import LIVE
+from supervisor.reconciler.connections import NodeConnection
+from supervisor.reconciler.runtime import Runtime
+from supervisor.reconciler.sampler import Tracked
+from supervisor.store.queries import current_deployment, list_live_attempts
+from supervisor.store.tables import Attempt, Environment, MetricLine, Node, Run
+
+_LIVE = tuple(state.value for state in LIVE)
+
+
+async def refresh_watch(runtime: Runtime, connection: NodeConnection, *, interval_s: float) -> None:
+    """Watch exactly the live attempts of the node.
+
+    Raises:
+        TransportError, ShimError: the next connection sets it up again.
+    """
+    node_id = connection.address.id
+    tracked, python = await runtime.store.read(lambda session: _load(session, node_id))
+    runtime.sampler.track(node_id, tracked)
+    offsets = runtime.sampler.offsets(node_id)
+    await connection.request(
+        "watch",
+        attempt_ids=[item.attempt_id for item in tracked],
+        offsets={key: value for key, value in offsets.items() if value},
+        gpu={"python": python, "interval_s": interval_s},
+        log=True,
+    )
+
+
+def _load(session: Session, node_id: str) -> tuple[list[Tracked], str | None]:
+    node = session.get(Node, node_id)
+    tracked = []
+    python = None
+    for attempt in list_live_attempts(session, node_id=node_id):
+        run = session.get(Run, attempt.run_id)
+        if run is None:
+            continue
+        newest = session.exec(
+            select(func.max(col(MetricLine.t))).where(MetricLine.attempt_id == attempt.id)
+        ).one()
+        tracked.append(
+            Tracked(
+                attempt_id=attempt.id,
+                run_id=run.id,
+                run_name=run.name,
+                node_id=node_id,
+                newest_metric_t=newest or 0.0,
+            )
+        )
+        python = interpreter_of(session, attempt) or python
+    if python is None and node is not None:
+        deployment = current_deployment(session, node)
+        environment = session.get(Environment, (deployment and deployment.environment_digest) or "")
+        python = environment.python if environment is not None else None
+    return tracked, python
+
+
+def interpreter_of(session: Session, attempt: Attempt) -> str | None:
+    """The interpreter that an attempt runs with, as far as we know it."""
+    external = (attempt.spec.get("environment") or {}).get("python")
+    if external:
+        return str(external)
+    environment = session.get(Environment, attempt.environment_digest or "")
+    return environment.python if environment is not None else None
