@@ -33,7 +33,12 @@ pytestmark = [pytest.mark.anyio, pytest.mark.sshd]
 PYTHON = sys.executable
 MEBI = 1 << 20
 SHOW_ARGV = "import os,sys,json; print(json.dumps([os.fsencode(a).hex() for a in sys.argv[1:]]))"
-BOTH_STREAMS = "import sys\nfor i in range(80):\n sys.stderr.buffer.write(b'e'*65536); sys.stdout.buffer.write(b'o'*65536)"
+BOTH_STREAMS = """
+import sys
+for i in range(80):
+    sys.stderr.buffer.write(b"e" * 65536)
+    sys.stdout.buffer.write(b"o" * 65536)
+"""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from supervisor.domain.errors import (
     SupervisorError,
     TransportError,
 )
+
+# Whatever paramiko logs as an error also reaches us as an exception, and is told with its context then.
+logging.getLogger("paramiko").setLevel(logging.CRITICAL)
 
 CONNECT_TIMEOUT_S = 10.0
 _TCP_USER_TIMEOUT_MS = 20_000

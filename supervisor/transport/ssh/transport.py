@@ -415,6 +415,13 @@ def _open_session(transport: paramiko.Transport, timeout_s: float) -> paramiko.C
         if error.code in _BUSY_CODES:
             raise _BusyError(str(error)) from error
         raise
+    except paramiko.SSHException as error:
+        if "Timeout" in str(error):
+            raise TimeoutError(str(error)) from error
+        if transport.is_active():
+            # Refusals of calls in parallel share one slot in paramiko: all but one lose their code.
+            raise _BusyError(str(error)) from error
+        raise
 
 
 def _close_late(starting: asyncio.Future[paramiko.Channel]) -> None:
