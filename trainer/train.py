@@ -35,8 +35,9 @@ from trainer.errors import EXIT_FINISHED, EXIT_STOPPED, CheckpointError, ConfigE
 from trainer.eval.online import OnlineEvaluation
 from trainer.eval.speculative import TargetLike
 from trainer.flags import Resolved, has_wandb_key
+from trainer.lifecycle.exits import describe
 from trainer.lifecycle.heartbeat import StatusFile
-from trainer.lifecycle.runfolder import describe_code, write_json, write_run_record
+from trainer.lifecycle.runfolder import describe_code, hold_output, write_json, write_run_record
 from trainer.lifecycle.signals import SignalCounter
 from trainer.lifecycle.stopping import StopWatch
 from trainer.optim.adamw import AdamWSettings, MasterAdamW
@@ -108,6 +109,7 @@ class Trainer:
         self._resolved = resolved
         self._code = describe_code()
         self._signals = SignalCounter()
+        self._status = StatusFile(resolved.run_dir)
         self._board = Board(stall_s=self.config.queue.stall_s)
         self._output_dir = Path(self.config.paths.output_dir)
         self._evaluation: OnlineEvaluation | None = None
@@ -121,40 +123,51 @@ class Trainer:
         Raises:
             TrainerError: anything that ends the run before its end; its class decides the exit code.
         """
-        self._signals.install()
-        write_run_record(self._resolved, self._code)
-        self._status = StatusFile(self._resolved.run_dir)
-        self._status.write()
-        self._stopping = StopWatch(
-            self._resolved.run_dir, self._status, self._signals, needed_s=self._needed_to_stop_s
-        )
-        if self._resolved.is_own_run_dir:
-            self._stopping.clear_stale()
-        start = choose_start(self._output_dir, self.config.checkpoint.resume)
-        self._wandb_id = self._choose_wandb_id(start)
-        self._reporter = self._open_telemetry()
-        try:
-            self._store = CheckpointStore(self._output_dir / start.lineage)
-            self._store.prepare()
-            parts = self._load(start)
-            self._parts = parts
-            if parts.plan.first_step >= parts.plan.total_steps:
-                _LOG.info("nothing left to do: step %d of %d", parts.plan.first_step, parts.plan.total_steps)
-                self._save(parts.plan.first_step)
-            else:
-                self._run_pipeline(parts)
-        except StoppedEarlyError:
-            _LOG.info("stopped before the first step; nothing to save")
-        finally:
-            self._reporter.close()
-            self._signals.restore()
+        check_devices(self.config)
+        with hold_output(self._output_dir):
+            self._signals.install()
+            try:
+                write_run_record(self._resolved, self._code)
+                self._open_status()
+                self._go_through_phases()
+            except StoppedEarlyError:
+                _LOG.info("stopped before the first step; nothing to save")
+            except Exception as error:
+                self._status.set_message(describe(error))
+                raise
+            finally:
+                self._signals.restore()
         if self._stopping.request is not None:
             self._status.set_phase("done", "stopped on request")
             return EXIT_STOPPED
         self._status.set_phase("done", "finished")
         return EXIT_FINISHED
 
+    def _go_through_phases(self) -> None:
+        start = choose_start(self._output_dir, self.config.checkpoint.resume)
+        self._wandb_id = self._choose_wandb_id(start)
+        self._reporter = self._open_telemetry()
+        try:
+            self._store = CheckpointStore(self._output_dir / start.lineage)
+            self._store.prepare()
+            self._parts = parts = self._load(start)
+            if parts.plan.first_step >= parts.plan.total_steps:
+                _LOG.info("nothing left to do: step %d of %d", parts.plan.first_step, parts.plan.total_steps)
+                self._save(parts.plan.first_step)
+            else:
+                self._run_pipeline(parts)
+        finally:
+            if not self._stopping.is_abandoned:
+                self._reporter.close()
+
     # -- init ---------------------------------------------------------------------------------------------
+
+    def _open_status(self) -> None:
+        run_dir = self._resolved.run_dir
+        self._status.write()
+        self._stopping = StopWatch(run_dir, self._status, self._signals, needed_s=self._needed_to_stop_s)
+        if self._resolved.is_own_run_dir:
+            self._stopping.clear_stale()
 
     def _open_telemetry(self) -> Reporter:
         """Report what is off and why, then start the telemetry thread."""
@@ -209,7 +222,6 @@ class Trainer:
         """Read data and models, build the drafter, and take a stored state over."""
         config = self.config
         self._status.set_phase("loading", "data")
-        check_devices(config)
         torch.set_num_threads(cpu_threads(config))
         corpus = Corpus.open(
             config.paths.data_dir,

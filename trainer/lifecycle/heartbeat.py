@@ -103,6 +103,12 @@ class StatusFile:
             if total_steps is not None:
                 self._record["total_steps"] = total_steps
 
+    def set_message(self, message: str) -> None:
+        """Change the message only, and write the file."""
+        with self._lock:
+            self._record["message"] = message
+        self.write()
+
     def checkpoint_saved(self, step: int, path: Path, saved_at: float | None = None) -> None:
         """Record the newest checkpoint (`saved_at` None: just now) and write the file."""
         with self._lock:

@@ -6,15 +6,18 @@ configuration has none, and the environment is not copied.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.config import config_hash
+from trainer.errors import ConfigError
 from trainer.flags import Resolved
 from trainer.telemetry.capabilities import package_versions
 
@@ -49,6 +52,35 @@ def describe_code() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": package_versions(),
     }
+
+
+@contextlib.contextmanager
+def hold_output(output_dir: Path) -> Iterator[None]:
+    """Keep other trainers out of an output folder while this one uses it.
+
+    Raises:
+        ConfigError: the folder cannot be made, or another trainer holds it (its pid is named).
+    """
+    path = output_dir / ".trainer.lock"
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        stream = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output-dir cannot be used: {output_dir} ({error.strerror or error})") from error
+    with stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            stream.seek(0)
+            holder = stream.read().strip() or "unknown"
+            raise ConfigError(
+                f"--output-dir is in use by another trainer: {output_dir} (pid {holder}); "
+                "stop it or name another"
+            ) from error
+        stream.truncate(0)
+        stream.write(str(os.getpid()))
+        stream.flush()
+        yield
 
 
 def write_run_record(resolved: Resolved, code: Mapping[str, Any]) -> None:
