@@ -1,4 +1,4 @@
-"""Golden properties 16 to 19, 21, 22, 26 (drafter side) and 27: labels, anchors, weights, loss, noise."""
+"""Golden properties 16 to 22, 26 (drafter side) and 27: labels, anchors, weights, loss, noise."""
 
 from __future__ import annotations
 
@@ -98,6 +98,40 @@ def test_golden_19_uniform_logits_cost_ln_v_for_any_weights() -> None:
     losses, _ = weighted_cross_entropy(hidden, ends, torch.arange(10), weights, chunk_rows=4)
 
     assert (losses.sum() / weights.sum()).item() == pytest.approx(math.log(97), abs=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["dense", "sdpa"])
+def test_golden_20_microbatches_add_up_to_the_undivided_gradient(attention: str) -> None:
+    lengths, ends = (15, 25, 9), make_ends()
+    whole = make_tokens(lengths, supervised=0.9)
+    pack = make_pack(whole)
+    undivided, divided = make_drafter(), make_drafter()
+    anchors = select_anchors(whole, 100, block_size=4, rng=np.random.default_rng(0))
+    reference = _sums(undivided, ends, whole, anchors, attention=attention)
+    (reference.numerator / reference.denominator).backward()
+
+    denominator, start = torch.zeros(()), 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        fields = {field.name: getattr(whole, field.name)[rows] for field in dataclasses.fields(whole)}
+        part = type(whole)(**fields)
+        inside = anchors.position_A[anchors.valid_A]
+        inside = inside[(inside >= start) & (inside < start + length)] - start
+        sums = _sums(
+            divided,
+            ends,
+            part,
+            anchors_at(*inside.tolist()),
+            attention=attention,
+            features=pack.features_TLD[rows],
+        )
+        sums.numerator.backward()
+        denominator += sums.denominator
+        start += length
+
+    assert denominator.item() == pytest.approx(reference.denominator.item(), rel=1e-6)
+    for one, other in zip(undivided.parameters(), divided.parameters(), strict=True):
+        torch.testing.assert_close(other.grad / denominator, one.grad, atol=1e-6, rtol=1e-5)
 
 
 def test_golden_21_pack_without_any_block_contributes_nothing() -> None:
@@ -229,12 +263,12 @@ def test_golden_27_schedule_goes_from_start_to_end() -> None:
     assert values == sorted(values, reverse=True)
 
 
-def _sums(drafter, ends, tokens, anchors, *, chunk=16, attention="sdpa"):
+def _sums(drafter, ends, tokens, anchors, *, chunk=16, attention="sdpa", features=None):
     labels = block_labels(tokens, anchors, block_size=4, gamma=4.0)
     return microbatch_sums(
         drafter,
         ends,
-        make_pack(tokens),
+        make_pack(tokens, features=features),
         anchors,
         labels,
         noise_sigma=0.0,
