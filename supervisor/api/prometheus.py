@@ -102,7 +102,7 @@ def _attempts(runs: list[dict[str, Any]]) -> GaugeMetricFamily:
 def _run_family(runs: list[dict[str, Any]], name: str, path: tuple[str, ...], text: str) -> GaugeMetricFamily:
     family = GaugeMetricFamily(name, text, labels=["run"])
     for run in runs:
-        value = _dig((run.get("metrics") or {}).get("record"), path)
+        value = _dig(run.get("metrics"), path)
         if value is not None:
             family.add_metric([run["name"]], value)
     return family

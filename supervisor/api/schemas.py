@@ -214,8 +214,8 @@ class AttemptView(View):
     log_path: str
     log_size: int | None = None
     gpus: list[Json]
-    release: str | None = None
-    environment: str | None = None
+    release_digest: str | None = None
+    environment_digest: str | None = None
     status: Json | None = None
     status_age_s: float | None = None
     last_checkpoint: Json | None = None
@@ -227,6 +227,7 @@ class TelemetryView(View):
 
     status: Literal["ok", "stale", "unavailable"]
     t: float | None = None
+    at: datetime | None = None
     age_s: float | None = None
     gpus: list[Json]
     reason: str | None = None
@@ -241,15 +242,6 @@ class Hold(View):
     since: str | None = None
 
 
-class Desired(View):
-    """What an actor asked for last."""
-
-    state: Literal["running", "stopped"]
-    reason: str
-    actor: str
-    at: datetime
-
-
 class PairView(View):
     """A release and an environment on a node; `is_good` is null until a run has proved it."""
 
@@ -257,18 +249,20 @@ class PairView(View):
     sequence: int
     state: str
     is_good: bool | None = None
-    release: str | None = None
-    environment: str | None = None
+    release_digest: str | None = None
+    environment_digest: str | None = None
     created_at: datetime
     ready_at: datetime | None = None
 
 
 class NewestMetrics(View):
-    """The newest metrics line as the trainer wrote it, and its age."""
+    """The newest metrics line as the trainer wrote it, with its age."""
 
     t: float
     age_s: float
-    record: Json
+    step: int | None = None
+    train: Json | None = None
+    queue: Json | None = None
 
 
 class RunSummary(View):
@@ -278,13 +272,17 @@ class RunSummary(View):
     name: str
     node: str | None
     phase: str
-    desired: Desired
+    desired: Literal["running", "stopped"]
+    desired_reason: str
+    desired_actor: str
+    desired_at: datetime
     generation: int
     conditions: list[Condition]
     attempt: AttemptView | None = None
     attempt_count: int
     status: Json | None = None
     status_age_s: float | None = None
+    metrics: NewestMetrics | None = None
     queue: Json | None = None
     train: Json | None = None
     gpu: TelemetryView | None = None
@@ -294,6 +292,7 @@ class RunSummary(View):
     restarts: Json
     drift: Json | None = None
     deployment: PairView | None = None
+    spec: Json
     version: int
     created_at: datetime
     updated_at: datetime
@@ -306,15 +305,6 @@ class OperationError(View):
     message: str
     hint: str | None = None
     data: Json | None = None
-
-
-class CheckReport(View):
-    """The newest check; `status` is the worst of its items, `unknown` before the first check."""
-
-    checked_at: datetime | None = None
-    age_s: float | None = None
-    status: Literal["ok", "warn", "fail", "unknown"]
-    checks: list[CheckItem]
 
 
 class OperationProgress(View):
@@ -362,7 +352,10 @@ class NodeView(View):
     torch_index_url: str | None = None
     conditions: list[Condition]
     facts: Json
-    check: CheckReport
+    check_status: Literal["ok", "warn", "fail", "unknown"]
+    check_report: list[CheckItem] | None = None
+    checked_at: datetime | None = None
+    checked_age_s: float | None = None
     deployment: PairView | None = None
     runs: list[str]
     live_attempts: int
@@ -378,8 +371,6 @@ class NodeView(View):
 class RunView(RunSummary):
     """A run in full."""
 
-    spec: Json
-    metrics: NewestMetrics | None = None
     operations: list[OperationView]
     last_decision: Json | None = None
 
@@ -407,33 +398,85 @@ class DeploymentView(PairView):
 
 
 class CheckpointView(View):
-    """A resumable state."""
+    """A resumable state, as an attempt reported it."""
 
     step: int | None = None
     path: str
-    attempt: int | None = None
+    saved_at: float | str | None = None
+    attempt: int
+    release_digest: str | None = None
+
+
+class PlanStep(View):
+    """One step, and how long it may take."""
+
+    action: str
+    detail: str
+    limit_s: float | None = None
+
+
+class Refusal(View):
+    """The error that the request would get."""
+
+    reason: str
+    message: str
 
 
 class Plan(View):
-    """What a request would do, with costs and risks."""
+    """What a request would do, with costs and risks; a cost that is not known is null."""
 
-    steps: list[Any]
+    action: str
+    summary: str
+    steps: list[PlanStep]
+    costs: Json
+    risks: list[str]
+    would_refuse: Refusal | None = None
+
+
+class DriftChange(View):
+    """One difference between what runs and what the next start would use."""
+
+    kind: str
+    name: str
+    old: str | None = None
+    new: str | None = None
+    meaning: str
 
 
 class DriftView(View):
     """What differs between the running attempt and what the next start would use."""
 
-    changes: list[Json]
+    run: str
+    attempt: int | None = None
+    is_drifted: bool
+    message: str
+    changes: list[DriftChange]
+    action: str | None = None
 
 
 class ExplainView(View):
     """The last decision with its evidence."""
 
+    run: str
+    phase: str
+    desired: str
+    decision: Json | None = None
+    hold: Hold | None = None
+    next_start_at: datetime | None = None
+    restarts: Json
+    conditions: list[Condition]
+    attempts: list[Json]
+    events: list[EventView]
+
 
 class MetricsView(View):
-    """Metrics lines, down-sampled; missing values are null."""
+    """Metrics lines, thinned out; missing values are null, never 0."""
 
+    names: list[str]
     items: list[Json]
+    attempts: list[Json]
+    lines: int
+    is_thinned: bool
 
 
 class TokenView(View):

@@ -84,7 +84,7 @@ COLUMNS: list[Column] = [
     ("ADDRESS", lambda node: address_of(node)),
     ("REACHABLE", lambda node: _condition(node, "Reachable")),
     ("GPUS", lambda node: _gpu_count(node)),
-    ("CHECKED", lambda node: age(node["check"].get("checked_at"))),
+    ("CHECKED", lambda node: age(node.get("checked_at"))),
 ]
 
 
@@ -218,7 +218,7 @@ def check(
         emit(operation, output, table=lambda: typer.echo(operation["id"]))
         return
     operation = wait(client, operation, timeout_s=timeout)
-    report = client.get(path_of("nodes", found["name"]))["check"]["checks"]
+    report = client.get(path_of("nodes", found["name"])).get("check_report") or []
     if operation["status"] != "done" and not report:
         raise OperationFailedError(operation)
     emit(report, output, table=lambda: _print_report(report))
@@ -306,9 +306,9 @@ def _print_node(node: Json) -> None:
     print_pairs((key, value) for key, value in node.items() if not isinstance(value, dict | list))
     for condition in node.get("conditions") or []:
         typer.echo(f"  {condition['type']:20} {condition['status']:8} {clean(condition.get('reason'))}")
-    if node["check"]["checks"]:
+    if node.get("check_report"):
         typer.echo("")
-        _print_report(node["check"]["checks"])
+        _print_report(node["check_report"])
 
 
 def _print_report(report: list[dict[str, Any]]) -> None:

@@ -106,16 +106,22 @@ def explain(ctx: typer.Context, run: RunArgument, output: OutputOption = Format.
 
 
 def print_plan(plan: Json) -> None:
-    """Steps, costs and risks of a plan; whatever else the plan says follows as pairs."""
+    """Summary, steps with their limits, costs and risks; what else the plan says follows as pairs."""
+    if plan.get("summary"):
+        typer.echo(clean(plan["summary"]))
+    refusal = plan.get("would_refuse")
+    if refusal:
+        typer.echo(f"would be refused now: {clean(refusal['message'])} ({refusal['reason']})")
     for position, step in enumerate(plan.get("steps") or [], start=1):
-        typer.echo(f"{position}. {_sentence(step)}")
-    for title in ("costs", "risks", "warnings"):
-        content = plan.get(title)
-        if content:
+        limit = f" (at most {duration(step['limit_s'])})" if step.get("limit_s") is not None else ""
+        typer.echo(f"  {position}. {clean(step['action'])}: {clean(step['detail'])}{limit}")
+    for title in ("costs", "risks"):
+        if plan.get(title):
             typer.echo(f"{title}:")
-            _print_nested(content)
-    rest = {key: value for key, value in plan.items() if key not in ("steps", "costs", "risks", "warnings")}
-    print_pairs((key, _inline(key, value)) for key, value in rest.items() if value not in (None, [], {}))
+            _print_nested(plan[title])
+    known = ("action", "summary", "steps", "costs", "risks", "would_refuse")
+    rest = {key: value for key, value in plan.items() if key not in known and value not in (None, [], {})}
+    print_pairs((key, _inline(key, value)) for key, value in rest.items())
 
 
 def _plan_run(ctx: typer.Context, run: str, action: str, output: Format) -> None:
@@ -130,9 +136,9 @@ def _print_drift(report: Json) -> None:
     print_table(
         changes, DRIFT_COLUMNS, empty="no drift: the running attempt is what the next start would use"
     )
-    rest = {key: value for key, value in report.items() if key not in ("changes",) and value is not None}
-    if changes:
-        print_pairs((key, _inline(key, value)) for key, value in rest.items())
+    shown = ("message", "class", "action", "first_seen_at", "last_restart_at", "generation")
+    if report.get("is_drifted"):
+        print_pairs((key, _inline(key, report.get(key))) for key in shown)
 
 
 def _print_explanation(explanation: Json) -> None:
@@ -159,13 +165,6 @@ def _print_nested(value: Any, depth: int = 1) -> None:
             _print_nested(item, depth + 1)
         else:
             typer.echo(f"{indent}{label}{_inline(str(key), item)}")
-
-
-def _sentence(step: Any) -> str:
-    if isinstance(step, dict):
-        text = step.get("message") or step.get("what") or step.get("step")
-        return clean(text)
-    return clean(step)
 
 
 def _inline(key: str, value: Any) -> str:

@@ -377,7 +377,7 @@ def _print_run(run: Json, attempts: list[dict[str, Any]]) -> None:
             ("node", run["node"]),
             ("phase", run["phase"]),
             ("reason", _reason(run)),
-            ("desired", f"{run['desired']['state']} ({run['desired']['reason']})"),
+            ("desired", f"{run['desired']} ({run.get('desired_reason') or 'as stored'})"),
             ("generation", run["generation"]),
             ("attempt", attempt.get("number")),
             ("step", _progress(run)),

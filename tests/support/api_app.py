@@ -20,12 +20,16 @@ from supervisor.api import install
 from supervisor.api.server import Binding, DaemonServer
 from supervisor.clock import SystemClock
 from supervisor.domain.errors import ConnectError, NotFoundError
-from supervisor.services import auth
+from supervisor.domain.run import LIVE
+from supervisor.domain.spec import parse_run_dict
+from supervisor.services import auth, nodes, runs
 from supervisor.services.hub import Hub
 from supervisor.services.secrets import SecretBox
 from supervisor.services.views import event_view
 from supervisor.settings import load_settings
-from supervisor.store.tables import Node, Run
+from supervisor.store.events import now_of
+from supervisor.store.operations import new_id
+from supervisor.store.tables import Attempt, Node, Run
 from supervisor.store.writer import Store
 
 
@@ -170,3 +174,66 @@ def live_server(api: Api) -> Iterator[Live]:
         found["server"].should_exit = True
         thread.join(20)
         assert not thread.is_alive(), "the server did not stop"
+
+
+def seed_node(state: State, name: str = "local") -> Node:
+    """A local node."""
+    return state.store.write_sync(
+        lambda session: nodes.add_node(session, name=name, transport="local", actor="test")
+    )
+
+
+def run_spec(name: str = "slammed", *, node: str = "local", **changes: Any) -> dict[str, Any]:
+    """A run file's content as JSON."""
+    return {"name": name, "node": node, "command": {"args": ["--data-dir", "/data"]}, **changes}
+
+
+def seed_run(state: State, name: str = "slammed", *, node: str = "local", **changes: Any) -> Run:
+    """A stored run on an existing node."""
+    spec = parse_run_dict(run_spec(name, node=node, **changes))
+    return state.store.write_sync(lambda session: runs.put_run(session, spec, actor="test"))
+
+
+def seed_attempt(state: State, run: Run, *, attempt_state: str = "ready", log: bytes = b"") -> Attempt:
+    """The run's next attempt, with a log of its own; a live one makes the run wanted."""
+
+    def write(session: Any) -> Attempt:
+        row = session.get(Run, run.id)
+        now = now_of(session)
+        attempt = Attempt(
+            id=new_id("a"),
+            run_id=row.id,
+            node_id=row.node_id,
+            number=row.next_attempt_number,
+            state=attempt_state,
+            generation=row.generation,
+            spec=row.spec,
+            log_path=f"/srv/dflash/logs/train_{row.name}{row.next_attempt_number}.log",
+            created_at=now,
+            started_at=now,
+            updated_at=now,
+        )
+        row.next_attempt_number += 1
+        if attempt_state in LIVE:
+            row.desired = "running"
+        session.add_all([attempt, row])
+        return attempt
+
+    attempt = state.store.write_sync(write)
+    state.logs.path(attempt.id).write_bytes(log)
+    return attempt
+
+
+def end_attempt(
+    state: State, attempt: Attempt, *, ended: str = "succeeded", exit_code: int | None = 0
+) -> None:
+    """End an attempt, and the wish for it."""
+
+    def write(session: Any) -> None:
+        row = session.get(Attempt, attempt.id)
+        row.state, row.exit_code, row.ended_at = ended, exit_code, now_of(session)
+        run = session.get(Run, row.run_id)
+        run.desired = "stopped"
+        session.add_all([row, run])
+
+    state.store.write_sync(write)

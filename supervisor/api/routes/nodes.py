@@ -12,8 +12,8 @@ from supervisor.api.conditional import IfMatch, check_if_match, tagged
 from supervisor.api.deps import Cursor, DryRun, Limit, State
 from supervisor.api.hostkeys import HostKey, pinned_key, scan
 from supervisor.api.paging import page_of
-from supervisor.api.writes import Reply, WriteDep, accepted
-from supervisor.services import nodes, telemetry, views
+from supervisor.api.writes import Reply, WriteDep, accepted, to_response
+from supervisor.services import nodes, plans, telemetry, views
 
 router = APIRouter(prefix="/nodes", tags=["nodes"])
 
@@ -36,7 +36,7 @@ async def add_node(body: schemas.NodeCreate, write: WriteDep, dry_run: DryRun = 
     """Register a node. With `dry_run` the answer shows the host key, so that it can be compared first."""
     seen = await scan(body.host, body.port) if body.transport != "local" else None
     if dry_run:
-        return schemas.NodePlan.of(body, seen)
+        return to_response(Reply(200, schemas.NodePlan.of(body, seen).model_dump(mode="json")))
     fields = body.model_dump(exclude={"host_key_fingerprint"}, exclude_none=True)
     fields |= pinned_key(seen, body.host_key_fingerprint)
 
@@ -110,16 +110,24 @@ async def deploy(
     node: NodeName, body: schemas.DeployBody, state: State, write: WriteDep, dry_run: DryRun = False
 ) -> Any:
     """Bring a release and an environment to the node; unchanged ones are not sent again."""
-    wanted = {"source": body.source, "lock": body.lock or "bundled", "python": body.python}
     if dry_run:
-        return await state.store.read(
-            lambda session: nodes.plan_deploy(session, nodes.get_node(session, node), **wanted)
-        )
+
+        def plan(session: Session) -> Any:
+            found = nodes.get_node(session, node)
+            return plans.plan_deploy(session, found, source=body.source, lock=body.lock, python=body.python)
+
+        return to_response(Reply(200, await state.store.read(plan)))
 
     def effect(session: Session) -> Reply:
         found = nodes.get_node(session, node)
         operation = nodes.request_deploy(
-            session, found, actor=write.actor, request_id=write.request_id, **wanted
+            session,
+            found,
+            source=body.source,
+            lock=body.lock or "bundled",
+            python=body.python,
+            actor=write.actor,
+            request_id=write.request_id,
         )
         return accepted(views.operation_view(session, operation), hint=found.id)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -11,12 +10,12 @@ from sqlmodel import Session
 
 from supervisor.api import schemas
 from supervisor.api.conditional import IfMatch, check_if_match, tagged
-from supervisor.api.deps import Cursor, DryRun, Limit, State
+from supervisor.api.deps import Cursor, DryRun, Limit, State, SupervisorState
 from supervisor.api.errors import HttpError
 from supervisor.api.paging import page_of
-from supervisor.api.writes import Reply, Write, WriteDep, accepted
+from supervisor.api.writes import Reply, Write, WriteDep, accepted, to_response
 from supervisor.domain.spec import RunSpec, parse_run_dict
-from supervisor.services import runs, telemetry, views
+from supervisor.services import plans, runs, telemetry, views
 from supervisor.store import queries
 
 router = APIRouter(prefix="/runs", tags=["runs"])
@@ -140,7 +139,7 @@ async def start_run(
     """Start a run; refused with 409 while it is live."""
     wanted = (body or schemas.StartBody()).model_dump()
     if dry_run:
-        return await _plan(state, run, runs.plan_start, wanted)
+        return await _plan(state, run, plans.plan_start, wanted)
     return await _request(write, run, runs.request_start, wanted)
 
 
@@ -155,7 +154,7 @@ async def stop_run(
     """Stop a run gracefully; of a stopped run the operation is done at once."""
     wanted = (body or schemas.StopBody()).model_dump()
     if dry_run:
-        return await _plan(state, run, runs.plan_stop, wanted)
+        return await _plan(state, run, plans.plan_stop, wanted)
     return await _request(write, run, runs.request_stop, wanted)
 
 
@@ -170,7 +169,7 @@ async def restart_run(
     """Stop, verify absence, start with the next log number."""
     wanted = (body or schemas.RestartBody()).model_dump()
     if dry_run:
-        return await _plan(state, run, runs.plan_restart, wanted)
+        return await _plan(state, run, plans.plan_restart, wanted)
     return await _request(write, run, runs.request_restart, wanted)
 
 
@@ -219,16 +218,17 @@ async def get_metrics(
             runs.get_run(session, run),
             names=wanted,
             since=since,
-            until=until if until is not None else math.inf,
+            until=until,
             points=points,
         )
     )
 
 
-async def _plan(state: State, name: str, plan: Any, wanted: Json) -> Any:
-    return await state.store.read(
+async def _plan(state: SupervisorState, name: str, plan: Any, wanted: Json) -> Response:
+    shown = await state.store.read(
         lambda session: plan(session, runs.get_run(session, name), clock=state.clock, **wanted)
     )
+    return to_response(Reply(200, shown))
 
 
 async def _request(write: Write, name: str, request: Any, wanted: Json) -> Response:
