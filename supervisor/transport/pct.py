@@ -63,10 +63,10 @@ _MISSING = re.compile(r"Configuration file '[^']*' does not exist")
 _CONFIG_LOCK = re.compile(r"CT is locked \(([\w-]+)\)")
 _GUEST_LOCK = re.compile(r"can't lock file '[^']*' - got timeout")
 _NOT_ROOT = re.compile(r"please run as root")
-_SUDO = re.compile(r"sudo: (?:a password is required|.*not allowed|.*may not run|no tty present)")
-_PCT_MISSING = re.compile(
-    r"pct[:']? (?:command )?not found|pct: No such file|sudo: [^\n]*pct: command not found"
+_SUDO = re.compile(
+    r"sudo: (?:a password is required|no tty present)|is not allowed to execute|is not in the sudoers"
 )
+_PCT_MISSING = re.compile(r"pct: (?:command )?not found|pct: No such file")
 
 
 def classify(text: str, vmid: int) -> SupervisorError | None:

@@ -1,6 +1,6 @@
 """The hand-typed restart that this project replaces, kept word for word so that its failure stays a test.
 
-`run_restart` types it as it was typed then: one `ssh host "pct exec ID -- bash -lc TEXT"`. Only ever runs inside
+`run_restart` types it as then: one `ssh host "pct exec ID -- bash -lc TEXT"`. It runs only inside
 a test host's own PID namespace, where its `pkill` can reach nothing else.
 """
 

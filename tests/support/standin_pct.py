@@ -223,7 +223,8 @@ def verb_push(ct: Container, args: list[str]) -> int:
         except OSError:
             print(f"failed to open {source} for reading", file=sys.stderr)
             return 0
-        in_container(pid, lambda: write_in_place(data_fd, dest, options, ct.knob("push_stops_at", None)))
+        limit = ct.knob("push_stops_at", None)
+        in_container(pid, lambda: write_in_place(data_fd, dest, options, limit))
     return 0
 
 
