@@ -227,16 +227,13 @@ class RunSpec(Table):
             raise ValueError("source = none needs argv: without a release there is no trainer to take args")
         return value
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if self.source == "none" and not self.command.is_program:
-            raise ValueError(
-                "source = none needs [command] argv: without a release there is no trainer to flag"
-            )
-        both = sorted(set(self.secrets) & set(self.env))
+    @field_validator("env")
+    @classmethod
+    def _env(cls, value: Mapping[str, str], info: ValidationInfo) -> Mapping[str, str]:
+        both = sorted(set(info.data.get("secrets") or ()) & set(value))
         if both:
             raise ValueError(f"{both[0]} is both in secrets and in [env]")
-        return self
+        return value
 
     @property
     def has_release(self) -> bool:
@@ -385,7 +382,7 @@ def _describe(item: Any, filename: str, lines: Mapping[Any, int]) -> dict[str, A
 
 
 def _lower_first(text: str) -> str:
-    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
+    return text[:1].lower() + text[1:] if text[1:2].islower() else text
 
 
 def _shorten(value: object) -> str:
