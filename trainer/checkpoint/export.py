@@ -152,6 +152,10 @@ def read_export(directory: Path) -> ExportedDrafter:
     Raises:
         CheckpointError: anything missing, extra, misnamed or misshapen; the message lists it.
     """
+    if not (directory / CONFIG_NAME).is_file():
+        raise CheckpointError(
+            f"no exported drafter in {directory}: {CONFIG_NAME} is missing; name an export/step-* folder of a run"
+        )
     raw = _read_json(directory / CONFIG_NAME)
     fields = parse_config(raw, str(directory / CONFIG_NAME))
     tensors: dict[str, Tensor] = {}
@@ -234,8 +238,10 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"cannot read {path}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"cannot read {path}: not a JSON object")
     return value

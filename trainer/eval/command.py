@@ -100,6 +100,9 @@ def evaluate(
         DataError: no usable prompt.
     """
     place = _check_device(device)
+    for name, value in (("--max-new-tokens", max_new_tokens), ("--block-size", block_size)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, not {value}")
     # Speculative output equals plain output exactly only in fp32; on GPUs serving runs in bf16, and so do we.
     dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
     prompt_file = read_prompts(prompts)
