@@ -154,7 +154,7 @@ def read_export(directory: Path) -> ExportedDrafter:
     """
     if not (directory / CONFIG_NAME).is_file():
         raise CheckpointError(
-            f"no exported drafter in {directory}: {CONFIG_NAME} is missing; name an export/step-* folder of a run"
+            f"no exported drafter in {directory}: {CONFIG_NAME} is missing; name an export/step-* folder"
         )
     raw = _read_json(directory / CONFIG_NAME)
     fields = parse_config(raw, str(directory / CONFIG_NAME))
