@@ -1,6 +1,7 @@
 """Whole training runs on the tiny target: learning, resuming, failing, and what they leave behind."""
 
 import json
+import os
 import shutil
 import threading
 
@@ -14,7 +15,15 @@ from trainer import train as train_module
 from trainer.checkpoint.store import verify
 from trainer.drafter.exported import load_drafter
 from trainer.drafter.worker import DrafterWorker
-from trainer.errors import CheckpointError, ConfigError, DataError, NonFiniteError, WorkerDiedError
+from trainer.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    StalledError,
+    WorkerDiedError,
+)
+from trainer.lifecycle.runfolder import hold_output
 from trainer.target.capture import Target
 
 
@@ -356,3 +365,24 @@ def test_run_folder_holds_configuration_versions_and_capabilities(tiny, out, tmp
     assert not names["cuda"]["is_on"]
     assert names["nvml"]["is_on"] or names["nvml"]["reason"]
     assert not (out / "run").exists()
+
+
+def test_second_trainer_on_the_same_output_is_refused_naming_the_first(tiny, out):
+    with (
+        hold_output(out),
+        pytest.raises(ConfigError, match=rf"in use by another trainer: .* \(pid {os.getpid()}\)"),
+    ):
+        run_here(settings_for(*tiny, out))
+
+
+def test_hung_worker_is_found_by_the_stall_limit(tiny, out, monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr("trainer.target.worker.collate", lambda *_a, **_k: release.wait(60))
+    monkeypatch.setattr(train_module, "JOIN_AFTER_FAILURE_S", 0.1)
+
+    with pytest.raises(StalledError, match=r"nothing moved for .* queue\.stall_s") as caught:
+        run_here(settings_for(*tiny, out, queue__stall_s=0.5))
+    release.set()
+
+    assert caught.value.exit_code == 7
+    assert "nothing moved" in read_status(out / "run")["message"]
