@@ -165,7 +165,7 @@ class Daemon:
             owner=f"daemon-{os.getpid()}-{secrets.token_hex(4)}",
             resolve_secrets=self._resolve_secrets,
             on_attempts_changed=self._on_attempts_changed,
-            drift=DriftWatch(self.clock),
+            drift=DriftWatch(self.clock, self.hint),
         )
         periods = Periods(
             active_s=self.settings.reconcile_active_s,

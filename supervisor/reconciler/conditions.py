@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from supervisor.domain.facts import Observed, ShimAnswer
 from supervisor.domain.run import LIVE, AttemptState, ConditionType
 from supervisor.domain.spec import RunSpec
-from supervisor.reconciler.observe import Look
+from supervisor.reconciler.observe import HealthView, Look
 from supervisor.reconciler.reachability import Reachability
 from supervisor.reconciler.sampler import GpuView
 from supervisor.store.tables import Attempt, Run
@@ -28,6 +28,7 @@ class ConditionView:
     attempt: Attempt | None
     observed: Observed
     look: Look
+    health: HealthView
     reach: Reachability | None
     gpu_view: GpuView | None
     spec: RunSpec
@@ -82,8 +83,8 @@ def _ready(view: ConditionView) -> Condition:
     kind = ConditionType.READY
     if view.state is AttemptState.READY:
         return (kind, True, "TrainingBegan", "")
-    if view.state is AttemptState.STARTED and view.observed.is_ready is None:
-        return (kind, None, "NotAnswered", "")
+    if view.state is AttemptState.STARTED:
+        return (kind, view.health.ready.ok, view.health.ready.reason, view.health.ready.message)
     return (kind, False, "NotYet" if view.is_live else "Ended", "")
 
 
@@ -98,24 +99,13 @@ def _shim_present(view: ConditionView) -> Condition:
 
 
 def _progressing(view: ConditionView) -> Condition:
-    kind = ConditionType.PROGRESSING
-    late = view.observed.is_progress_late
-    if view.state is not AttemptState.READY or late is None:
-        return (kind, None, "NotKnown", "")
-    if late:
-        return (kind, False, "Late", "no step within the learnt limit")
-    return (kind, True, "StepsAdvance", "")
+    verdict = view.health.progress
+    return (ConditionType.PROGRESSING, verdict.ok, verdict.reason, "" if verdict.ok else verdict.message)
 
 
 def _quality(view: ConditionView) -> Condition:
-    kind = ConditionType.QUALITY_OK
-    if view.observed.is_non_finite:
-        return (kind, False, "NonFinite", "the newest metrics report a NaN or an infinity")
-    if view.observed.is_quality_bad:
-        return (kind, False, "ThroughputDropped", "")
-    if view.state is not AttemptState.READY:
-        return (kind, None, "NotKnown", "")
-    return (kind, True, "Sane", "")
+    verdict = view.health.quality
+    return (ConditionType.QUALITY_OK, verdict.ok, verdict.reason, "" if verdict.ok else verdict.message)
 
 
 def _telemetry(view: ConditionView) -> Condition:

@@ -22,7 +22,7 @@ from sqlmodel import Session, func, select
 from supervisor.clock import Clock
 from supervisor.domain.deploy import environment_digest, lock_digest
 from supervisor.domain.errors import ConfigError, DeployError, NotFoundError
-from supervisor.reconciler import leases
+from supervisor.reconciler import apply, leases
 from supervisor.reconciler.capabilities import probe_capabilities
 from supervisor.reconciler.connections import NodeConnection
 from supervisor.reconciler.crash import crash
@@ -33,7 +33,9 @@ from supervisor.reconciler.environments import (
 )
 from supervisor.reconciler.preflight import check_node
 from supervisor.reconciler.scripts import ensure_folder, run_script
+from supervisor.store.attempts import bump
 from supervisor.store.events import now_of, record_event
+from supervisor.store.queries import list_node_runs
 from supervisor.store.tables import Deployment, Environment, Node, Operation, Release
 from supervisor.store.writer import Store
 from supervisor.transport.bundle import ReleaseArchive, build_release
@@ -334,6 +336,7 @@ class Deployer:
         deployment = _deployment_row(session, node, request, pair)
         session.add(deployment)
         node.current_deployment_id = deployment.id
+        _unpin_runs(session, node)
         node.updated_at = now_of(session)
         node.version += 1
         session.add(node)
@@ -348,6 +351,15 @@ class Deployer:
             operation_id=request.operation_id,
         )
         return {**result, "deployment": deployment.id}
+
+
+def _unpin_runs(session: Session, node: Node) -> None:
+    """A newer deploy ends a pin: what a run was sent back to is not where it stays for ever."""
+    for run in list_node_runs(session, node.id):
+        if run.pinned_deployment_id is not None:
+            run.pinned_deployment_id = None
+            bump(session, run)
+            apply.tell(session, run, "Unpinned", "the newest deploy is used from the next start on")
 
 
 def load_request(session: Session, operation: Operation) -> DeployRequest:

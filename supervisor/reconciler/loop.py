@@ -36,9 +36,9 @@ from supervisor.reconciler import apply, drift, leases
 from supervisor.reconciler.conditions import ConditionView, run_conditions
 from supervisor.reconciler.connections import NodeConnection
 from supervisor.reconciler.crash import crash
-from supervisor.reconciler.observe import AttemptMemory, Look, Scene, observe
+from supervisor.reconciler.observe import AttemptMemory, Evidence, Look, Scene, observe
 from supervisor.reconciler.operations import end_operations
-from supervisor.reconciler.progress import update_progress
+from supervisor.reconciler.progress import recall, save_progress
 from supervisor.reconciler.runtime import Runtime, Snapshot, load_snapshot
 from supervisor.reconciler.steps import Steps
 from supervisor.store.attempts import bump
@@ -93,7 +93,8 @@ class RunLoop:
         if snapshot is None:
             return PassResult(is_gone=True)
         connection = self._rt.connections.find(snapshot.run.node_id)
-        observed, look = await observe(self._scene(snapshot, connection))
+        evidence = await observe(self._scene(snapshot, connection))
+        observed, look = evidence.observed, evidence.look
         decision = decide(
             snapshot.desired,
             observed,
@@ -106,8 +107,9 @@ class RunLoop:
         try:
             for action in decision.actions:
                 is_changed |= await self._act(action, snapshot, connection, look)
-            await self._rt.store.write(
-                lambda session: self._settle(session, snapshot, connection, observed, look, decision)
+            fingerprint = self._fingerprint(snapshot, connection)
+            is_changed |= await self._rt.store.write(
+                lambda session: self._settle(session, snapshot, connection, evidence, decision, fingerprint)
             )
         except LeaseLostError as error:
             log.warning("result dropped", run=snapshot.run.name, error=error.message)
@@ -143,7 +145,9 @@ class RunLoop:
         attempt = snapshot.attempt
         memory = AttemptMemory()
         if attempt is not None:
-            memory = self._rt.memories.setdefault(attempt.id, memory)
+            memory = self._rt.memories.get(attempt.id) or recall(attempt)
+            if snapshot.history.live is not None:
+                self._rt.memories[attempt.id] = memory
         return Scene(
             connection=connection,
             attempt=attempt,
@@ -183,18 +187,23 @@ class RunLoop:
         session: Session,
         snapshot: Snapshot,
         connection: NodeConnection | None,
-        observed: Observed,
-        look: Look,
+        evidence: Evidence,
         decision: Decision,
-    ) -> None:
-        """Bookkeeping of one pass: decision, conditions, progress, GPU gate, ended operations."""
+        fingerprint: dict[str, Any] | None,
+    ) -> bool:
+        """Bookkeeping of one pass: decision, conditions, progress, drift, GPU gate, ended operations.
+
+        Returns:
+            Whether something came up that the next decision should see at once.
+        """
+        observed = evidence.observed
         run = self._guarded(session)
         attempt = newest_attempt(session, run.id)
         save_decision(session, run, decision, snapshot, observed)
         if attempt is not None:
             memory = self._rt.memories.get(attempt.id)
             if memory is not None:
-                update_progress(session, attempt, memory, look, self._rt.clock.monotonic())
+                save_progress(session, attempt, memory)
             if observed.gpu_clean and attempt.ended_at is not None and attempt.gpu_clean_at is None:
                 attempt.gpu_clean_at = now_of(session)
                 bump(session, attempt)
@@ -202,7 +211,8 @@ class RunLoop:
             run=run,
             attempt=attempt,
             observed=observed,
-            look=look,
+            look=evidence.look,
+            health=evidence.health,
             reach=connection.reach if connection is not None else None,
             gpu_view=self._rt.sampler.gpus(run.node_id),
             spec=snapshot.spec,
@@ -210,8 +220,19 @@ class RunLoop:
         )
         for kind, status, reason, message in run_conditions(view):
             apply.set_condition(session, run, kind, status, reason=reason, message=message)
+        has_drifted = drift.update_drift(session, run, attempt, fingerprint)
         crash("operation.before_end")
         end_operations(session, run, decision, connection.reach if connection is not None else None)
+        return has_drifted
+
+    def _fingerprint(self, snapshot: Snapshot, connection: NodeConnection | None) -> dict[str, Any] | None:
+        """Newest fingerprint of the interpreter that the live attempt runs with."""
+        python = snapshot.spec.environment.python or (snapshot.environment and snapshot.environment.python)
+        attempt = snapshot.attempt
+        is_ready = attempt is not None and attempt.state == AttemptState.READY
+        if connection is None or not connection.is_open or python is None or not is_ready:
+            return None
+        return self._rt.drift.fingerprint(connection, str(python), self._run_id)
 
     def _guarded(self, session: Session) -> Run:
         """The run's row, while our lease holds; renews the lease on the way."""

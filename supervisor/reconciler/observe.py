@@ -6,6 +6,7 @@ each thing whether it is known. A question that was not answered leaves None: no
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from typing import Any
 import structlog
 
 from supervisor.clock import Clock
+from supervisor.domain import health
 from supervisor.domain.errors import ContainerError, ShimError, TransportError
 from supervisor.domain.facts import (
     DriftFacts,
@@ -24,6 +26,7 @@ from supervisor.domain.facts import (
     ShimAnswer,
 )
 from supervisor.domain.metrics import read_metric
+from supervisor.domain.policy import QualityProbe
 from supervisor.domain.run import AttemptState, Reason
 from supervisor.domain.spec import RunSpec
 from supervisor.reconciler.connections import NodeConnection
@@ -34,7 +37,7 @@ from supervisor.store.tables import Attempt
 log = structlog.get_logger(__name__)
 
 STATUS_DEADLINE_S = 10.0
-_READY_PHASES = frozenset({"training", "evaluating", "checkpointing", "draining", "done"})
+DISK_PERIOD_S = 30.0
 _ASKED_STATES = frozenset(
     {
         AttemptState.LAUNCHING,
@@ -51,8 +54,25 @@ class AttemptMemory:
     """What the loop remembers of an attempt between passes; rebuilt after a restart of the daemon."""
 
     scan: LogScan = field(default_factory=LogScan)
-    step: int | None = None
-    step_s: float | None = None
+    progress: health.ProgressMemory = field(default_factory=health.ProgressMemory)
+    quality: health.QualityMemory = field(default_factory=health.QualityMemory)
+    metrics_t: float = 0.0
+    """Time of the newest metrics line that was looked at."""
+    non_finite: list[str] = field(default_factory=list)
+    disk_at_s: float | None = None
+    is_disk_low: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthView:
+    """The judgements of one pass, for decision and conditions alike."""
+
+    ready: health.Verdict
+    progress: health.Verdict
+    quality: health.Verdict
+
+
+NOT_KNOWN = health.Verdict(ok=None, reason="NotKnown")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,21 +120,32 @@ class Scene:
     memory: AttemptMemory
     clock: Clock
     drift: DriftFacts | None = None
-    is_disk_low: bool | None = None
 
 
-async def observe(scene: Scene) -> tuple[Observed, Look]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Everything that one pass knows."""
+
+    observed: Observed
+    look: Look
+    health: HealthView
+
+
+async def observe(scene: Scene) -> Evidence:
     """Gather the evidence about the newest attempt."""
     attempt, connection = scene.attempt, scene.connection
     at = scene.clock.now()
     reachable = connection.reach.is_reachable if connection is not None else None
     if attempt is None:
-        return Observed(at=at, reachable=reachable), Look()
+        nothing = HealthView(ready=NOT_KNOWN, progress=NOT_KNOWN, quality=NOT_KNOWN)
+        return Evidence(observed=Observed(at=at, reachable=reachable), look=Look(), health=nothing)
     look = await look_at(connection, attempt)
     if look.answer is ShimAnswer.KNOWN:
         await _scan_log(scene, attempt)
+        await _look_at_disk(scene, attempt, look)
     view = scene.sampler.attempt(attempt.id)
     status = _newest_status(attempt, look, view)
+    judged = judge_health(scene, attempt, status, look, view)
     observed = Observed(
         at=at,
         reachable=reachable,
@@ -128,15 +159,38 @@ async def observe(scene: Scene) -> tuple[Observed, Look]:
         gone=find_gone(connection, attempt, look),
         preflight=_preflight(attempt),
         gpu_clean=_gpu_clean(scene, attempt),
-        is_ready=_is_ready(scene, attempt, status, look),
-        is_progress_late=None,
-        is_non_finite=_is_non_finite(view),
-        is_disk_low=scene.is_disk_low,
+        is_ready=judged.ready.ok,
+        is_progress_late=None if judged.progress.ok is None else not judged.progress.ok,
+        is_non_finite=judged.quality.reason == "NonFinite",
+        is_quality_bad=None if judged.quality.ok is None else not judged.quality.ok,
+        is_disk_low=scene.memory.is_disk_low,
         phase=status.get("phase"),
         checkpoint_at=checkpoint_time(status),
         drift=scene.drift,
     )
-    return observed, look
+    return Evidence(observed=observed, look=look, health=judged)
+
+
+async def _look_at_disk(scene: Scene, attempt: Attempt, look: Look) -> None:
+    """Size of the log and free space beside it, against the run's limits; once in a while."""
+    memory, now_s = scene.memory, scene.clock.monotonic()
+    if scene.connection is None or (
+        memory.disk_at_s is not None and now_s - memory.disk_at_s < DISK_PERIOD_S
+    ):
+        return
+    folder = posixpath.dirname(attempt.log_path)
+    try:
+        reply = await scene.connection.request("paths", paths=[folder])
+    except (TransportError, ContainerError, ShimError) as error:
+        log.info("disk could not be looked at", attempt=attempt.id, reason=error.reason)
+        return
+    memory.disk_at_s = now_s
+    free, size = reply["paths"][folder]["disk"].get("free"), look.reply.get("log_size")
+    if free is None or size is None:
+        memory.is_disk_low = None
+        return
+    limits = scene.spec.log
+    memory.is_disk_low = size > limits.warn_bytes or free < limits.min_free_bytes
 
 
 async def _scan_log(scene: Scene, attempt: Attempt) -> None:
@@ -225,26 +279,81 @@ def gpus_released(attempt: Attempt, view: GpuView | None, free_bytes: int, monot
     return all(value <= free_bytes for value in known) if len(known) == len(mine) else None
 
 
-def _is_ready(scene: Scene, attempt: Attempt, status: Mapping[str, Any], look: Look) -> bool | None:
-    if AttemptState(attempt.state) is not AttemptState.STARTED:
-        return None
-    if look.answer is not ShimAnswer.KNOWN:
-        return None
-    if status.get("phase") in _READY_PHASES:
-        return True
-    if scene.spec.health.ready_regex:
-        return scene.memory.scan.is_ready
-    if scene.spec.command.is_program:
-        return bool(look.reply.get("log_size"))  # no pattern was given: its first output has to do
-    return False
+def judge_health(
+    scene: Scene, attempt: Attempt, status: Mapping[str, Any], look: Look, view: AttemptView | None
+) -> HealthView:
+    """Readiness, progress and quality, after the memory has learnt from this look."""
+    is_known = look.answer is ShimAnswer.KNOWN
+    state, memory, policy = AttemptState(attempt.state), scene.memory, scene.spec.health
+    phase, step = status.get("phase"), _step_of(status, memory)
+    now_s = scene.clock.monotonic()
+    ready = NOT_KNOWN
+    if is_known and state is AttemptState.STARTED:
+        ready = health.judge_readiness(
+            policy,
+            phase=phase,
+            step=_step_since_start(step, memory),
+            has_ready_line=memory.scan.is_ready if policy.ready_regex else False,
+            has_output=bool(look.reply.get("log_size")),
+            is_program=scene.spec.command.is_program,
+            running_s=_age_s(attempt.started_at, scene.clock),
+        )
+    if state is not AttemptState.READY:
+        return HealthView(ready=ready, progress=NOT_KNOWN, quality=NOT_KNOWN)
+    _learn(memory, view, step, phase, now_s, policy.quality)
+    progress = NOT_KNOWN
+    if is_known:
+        progress = health.judge_progress(
+            memory.progress,
+            policy.progress,
+            phase=phase,
+            phase_age_s=_phase_age_s(status, scene.clock),
+            now_s=now_s,
+        )
+    quality = health.judge_quality(memory.quality, policy.quality, non_finite=memory.non_finite)
+    return HealthView(ready=ready, progress=progress, quality=quality)
 
 
-def _is_non_finite(view: AttemptView | None) -> bool:
-    """Whether the newest metrics line reports a NaN or an infinity for the loss or a gradient norm."""
-    if view is None or not view.metrics:
-        return False
-    names = view.metrics[-1].get("nonfinite") or []
-    return any(str(name).split(".")[-1] in ("loss", "grad_norm") for name in names)
+def _learn(
+    memory: AttemptMemory,
+    view: AttemptView | None,
+    step: int | None,
+    phase: str | None,
+    now_s: float,
+    probe: QualityProbe,
+) -> None:
+    memory.progress = health.remember_step(memory.progress, step=step, phase=phase, now_s=now_s)
+    for record in view.metrics if view is not None else ():
+        if record["t"] <= memory.metrics_t:
+            continue
+        memory.metrics_t = record["t"]
+        memory.non_finite = health.find_non_finite(record)
+        speed = read_metric(record, "train.tok_s")
+        memory.quality = health.remember_throughput(
+            memory.quality, probe, float(speed) if isinstance(speed, int | float) else None
+        )
+
+
+def _step_of(status: Mapping[str, Any], memory: AttemptMemory) -> int | None:
+    step = status.get("step")
+    return step if isinstance(step, int) and not isinstance(step, bool) else memory.scan.step
+
+
+def _step_since_start(step: int | None, memory: AttemptMemory) -> int | None:
+    """A resumed trainer begins at a high step: only one that moved proves that training has begun."""
+    if memory.progress.step is None and step is not None:
+        memory.progress = health.ProgressMemory(step=step)
+        return None
+    return step if step is not None and step != memory.progress.step else None
+
+
+def _age_s(since: datetime | None, clock: Clock) -> float | None:
+    return (clock.now() - since).total_seconds() if since is not None else None
+
+
+def _phase_age_s(status: Mapping[str, Any], clock: Clock) -> float | None:
+    since = status.get("phase_since")
+    return clock.now().timestamp() - since if isinstance(since, int | float) else None
 
 
 def checkpoint_time(status: Mapping[str, Any]) -> datetime | None:

@@ -1,36 +1,35 @@
-"""Keeps an attempt's progress on its row: checks passed, so that health survives a restart of the daemon.
+"""Keeps an attempt's progress on its row, so that what was learnt survives a restart of the daemon.
 
 Called by the loop once a pass. A check is passed when the step counter moved since the last one.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from sqlmodel import Session
 
+from supervisor.domain.health import ProgressMemory
 from supervisor.domain.run import AttemptState
-from supervisor.reconciler.observe import AttemptMemory, Look
+from supervisor.reconciler.observe import AttemptMemory
 from supervisor.store.attempts import bump
 from supervisor.store.tables import Attempt
 
 
-def update_progress(
-    session: Session, attempt: Attempt, memory: AttemptMemory, look: Look, monotonic_s: float
-) -> None:
-    """Count one passed check when the step counter moved."""
-    step = step_of(look, memory)
-    if attempt.state != AttemptState.READY or step is None or step == memory.step:
+def recall(attempt: Attempt) -> AttemptMemory:
+    """The memory of an attempt that this daemon sees for the first time; its clock starts anew."""
+    stored = ProgressMemory.from_json({**attempt.progress, "at_s": None}) if attempt.progress else None
+    return AttemptMemory(progress=stored or ProgressMemory())
+
+
+def save_progress(session: Session, attempt: Attempt, memory: AttemptMemory) -> None:
+    """Count one passed check when the step counter moved; the row is written only then."""
+    learnt = memory.progress
+    if attempt.state != AttemptState.READY or learnt.step is None:
         return
-    if memory.step is not None and step > memory.step:
+    before = (attempt.progress or {}).get("step")
+    if before == learnt.step:
+        return
+    if isinstance(before, int) and learnt.step > before:
         attempt.progress_checks += 1
-        attempt.last_step = step
-        bump(session, attempt)
-    memory.step, memory.step_s = step, monotonic_s
-
-
-def step_of(look: Look, memory: AttemptMemory) -> int | None:
-    """The step counter: from the status record, else from the progress pattern."""
-    status: dict[str, Any] = look.reply.get("status") or {}
-    step = status.get("step")
-    return step if isinstance(step, int) and not isinstance(step, bool) else memory.scan.step
+    attempt.last_step = learnt.step
+    attempt.progress = learnt.to_json()
+    bump(session, attempt)
