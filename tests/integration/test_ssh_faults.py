@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -313,4 +315,48 @@ async def test_after_close_nothing_connects_again(ssh_host: SshHost) -> None:
     with pytest.raises(ConnectError) as caught:
         await transport.run(["true"], deadline_s=LIMIT_S)
     assert caught.value.reason == "TransportClosed"
+    await transport.close()
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A running ssh-agent of its own, ended by its handle."""
+    path = tmp_path / "agent.sock"
+    process = subprocess.Popen(["ssh-agent", "-D", "-a", str(path)], stdout=subprocess.DEVNULL)
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(path))
+    while not path.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    yield path
+    process.kill()
+    process.wait()
+
+
+async def test_one_key_of_a_full_agent(ssh_host: SshHost, agent: Path) -> None:
+    """With seven keys offered in turn the server would hang up before the right one."""
+    import paramiko
+
+    keys = [ssh_host.make_key(f"stranger{n}") for n in range(6)] + [ssh_host.identity]
+    for key in keys:
+        subprocess.run(["ssh-add", "-q", str(key)], check=True)
+    right = fingerprint(paramiko.PKey.from_path(ssh_host.identity))
+    transport = SshTransport(ssh_host.target(identity=f"agent:{right}"))
+    assert (await transport.run(["true"], deadline_s=LIMIT_S)).exit_code == 0
+    await transport.close()
+    for identity in ("agent", "agent:SHA256:none"):
+        transport = SshTransport(ssh_host.target(identity=identity))
+        with pytest.raises(AuthError) as caught:
+            await transport.run(["true"], deadline_s=LIMIT_S)
+        assert caught.value.reason == "IdentityMissing"
+        assert right in caught.value.message
+        await transport.close()
+
+
+async def test_a_key_with_a_passphrase_is_named(ssh_host: SshHost) -> None:
+    path = ssh_host.folder / "locked"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", str(path)], check=True)
+    transport = SshTransport(ssh_host.target(identity=str(path)))
+    with pytest.raises(AuthError) as caught:
+        await transport.run(["true"], deadline_s=LIMIT_S)
+    assert caught.value.reason == "IdentityEncrypted"
     await transport.close()
