@@ -46,7 +46,8 @@ CAPABILITIES = [
 MAX_FRAME = 1 << 20
 WORKERS = 6
 IDLE_EXIT_S = 900.0
-STOP_DEADLINE_S = 15.0
+STOP_DEADLINE_S = 8.0
+MAX_WAITING = 256
 
 
 class Agent:
@@ -171,7 +172,7 @@ class Agent:
             if state["phase"] not in LIVE_PHASES or (record is not None and not record["quarantined"]):
                 return {"state": state}
             try:
-                return control.ask(files.folder, request)
+                return control.ask(files.folder, request, timeout_s=5.0)
             except RefusedError as failure:
                 if failure.reason not in ("ShimGone", "ShimSilent") or time.monotonic() > deadline:
                     raise
@@ -221,8 +222,10 @@ def serve(root: str, marker: str | None = None) -> int:
         os.write(out, b"\n")
     agent.send(agent.hello(marker))
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="request") as pool:
+        waiting = threading.BoundedSemaphore(MAX_WAITING)
         for line in _frames(agent):
-            pool.submit(agent.respond, line)
+            waiting.acquire()
+            pool.submit(agent.respond, line).add_done_callback(lambda _: waiting.release())
         agent.end()
     return 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 
 
@@ -84,3 +85,11 @@ def oom_kills(path: str | None) -> int | None:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return None
+
+
+def oom_evidence(before: int | None, after: int | None, code: int | None, number: int | None) -> bool | None:
+    """Whether the kernel's OOM killer ended the trainer: True, False, or None where nothing counts kills."""
+    if before is None or after is None:
+        return None
+    was_killed = number == signal.SIGKILL or code == 128 + signal.SIGKILL
+    return was_killed and after > before

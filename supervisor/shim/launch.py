@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from . import cgroup, locks
 from .control import ControlServer
 from .proc import identity_of
-from .records import AttemptFiles, RefusedError, check_id, dumps, fsync_folder, write_json
+from .records import AttemptFiles, RefusedError, check_id, dumps, fsync_folder, note, write_json
 from .request import MAX_REQUEST_BYTES, StartRequest, parse_start
 from .spawn import PausedTrainer, detach
 from .supervise import AttemptShim
@@ -85,7 +85,7 @@ def _detached(root: str, request: StartRequest, writer: int) -> NoReturn:
             shim.run()
         code = 0
     except BaseException:  # noqa: BLE001 - last line of a detached process: the trace goes to shim.log
-        traceback.print_exc()
+        note(traceback.format_exc())
     finally:
         os._exit(code)
 

@@ -50,6 +50,12 @@ def dumps(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
+def note(text: str) -> None:
+    """Leave a line on stderr (an attempt's shim.log); never fails, for that file's disk may be full too."""
+    with contextlib.suppress(OSError):
+        os.write(2, (text.rstrip("\n") + "\n").encode("utf-8", "replace"))
+
+
 def fsync_folder(path: str) -> None:
     """Make renames and creations in `path` durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -159,8 +165,7 @@ class AttemptFiles:
             finally:
                 os.close(fd)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.write(2, ("event lost: %s: %s\n" % (reason, error)).encode("utf-8", "replace"))
+            note("event lost: %s: %s" % (reason, error))
 
 
 def check_id(value: Any, field: str) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 import traceback
 from typing import Any
@@ -19,7 +18,7 @@ from . import cgroup, locks, logfile
 from .attempt import attempt_request, stop_record
 from .control import ControlServer
 from .proc import Family, identity_of, is_alive, open_pidfd, signal_identity, signal_number
-from .records import AttemptFiles, RefusedError, read_json, write_json
+from .records import AttemptFiles, RefusedError, note, read_json, write_json
 from .request import parse_stop_policy
 from .stop import LEFTOVER_TERM_S, StopPlan
 
@@ -72,7 +71,7 @@ class AttemptShim:
             try:
                 is_over = self._turn()
             except Exception:  # noqa: BLE001 - a shim that dies loses the exit status; it notes and goes on
-                traceback.print_exc()
+                note(traceback.format_exc())
                 time.sleep(TICK_S)
         self._server.close()
 
@@ -158,10 +157,8 @@ class AttemptShim:
 
     def _oom_evidence(self, code: int | None, number: int | None) -> bool | None:
         count = cgroup.oom_kills(self.state["cgroup"] or cgroup.own_group())
-        if count is None or self._oom_before is None:
-            return None
-        was_killed = number == signal.SIGKILL or code == 128 + signal.SIGKILL
-        return was_killed and not self._is_killed and count > self._oom_before
+        evidence = cgroup.oom_evidence(self._oom_before, count, code, number)
+        return evidence and not self._is_killed
 
     def _heartbeat(self) -> None:
         if time.monotonic() - self._last_heartbeat >= HEARTBEAT_S:
@@ -175,8 +172,7 @@ class AttemptShim:
         try:
             self.files.write_state(self.state)
         except OSError as error:
-            sys.stderr.write("state.json not written: %s\n" % error)
-            sys.stderr.flush()
+            note("state.json not written: %s" % error)
 
     def _check_orphaned(self) -> None:
         silent_s = time.monotonic() - self._last_contact
@@ -318,8 +314,7 @@ class AttemptShim:
         try:
             write_json(self.files.path("exit.json"), record)
         except OSError as error:
-            sys.stderr.write("exit.json not written, trying again: %s\n" % error)
-            sys.stderr.flush()
+            note("exit.json not written, trying again: %s" % error)
             time.sleep(TICK_S)
             return False
         self.state["survivors"] = _pids(members)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import threading
 import time
 import traceback
 from typing import Any, Callable
 
 from . import control, logfile
-from .records import LIVE_PHASES, AttemptFiles, RefusedError, list_attempts, null_nonfinite
+from .records import LIVE_PHASES, AttemptFiles, RefusedError, list_attempts, note, null_nonfinite
 
 INTERVAL_S = 0.25
 CONTACT_S = 15.0
@@ -62,7 +61,7 @@ class FileWatcher:
                         target.look()
                 self._keep_contact()
             except Exception:  # noqa: BLE001 - thread boundary: one bad file must not end the telemetry
-                traceback.print_exc(file=sys.stderr)
+                note(traceback.format_exc())
             time.sleep(INTERVAL_S)
 
     def _keep_contact(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -345,3 +347,80 @@ def test_launch_goes_on_when_the_starter_is_killed(bench: ShimBench) -> None:
 
     wait_for(lambda: bench.read("a1", "state.json")["phase"] == "running", "launch finished")
     assert sys.executable in bench.read("a1", "state.json")["argv"]
+
+
+def test_shim_killed_at_any_moment_of_a_launch_leaves_no_unknown_trainer(bench: ShimBench) -> None:
+    outcomes = set()
+    for turn in range(16):
+        attempt = f"a{turn}"
+        body = json.dumps(bench.body(attempt, "--hang", run_id=f"run-{turn}")).encode()
+        starter = subprocess.Popen(bench.command("start"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert starter.stdin is not None
+        starter.stdin.write(body)
+        starter.stdin.close()
+        shim = wait_for(lambda a=attempt: (bench.read(a, "state.json") or {}).get("shim"), "shim recorded")
+        time.sleep(turn * 0.001)
+        signal_identity(shim, signal.SIGKILL)
+        starter.wait(WAIT_S)
+        assert starter.stdout is not None
+        starter.stdout.close()
+
+        agent = bench.agent()
+        status = agent.result("status", attempt_id=attempt)
+        if status["alive"] is None:
+            status = wait_for(
+                lambda g=agent, a=attempt: (s := g.result("status", attempt_id=a))["alive"] is not None and s,
+                "decided",
+            )
+        agent.close()
+        outcomes.add(status["alive"])
+        trainers = [
+            process.name
+            for process in Path("/proc").glob("[0-9]*")
+            if str(bench.folder(attempt)).encode() in _environ(process)
+        ]
+        if status["alive"]:
+            assert trainers == [str(status["state"]["identity"]["pid"])]
+        else:
+            assert status["state"]["phase"] == "launch_failed"
+            assert trainers == []
+    assert outcomes
+
+
+def _environ(process: Path) -> bytes:
+    try:
+        return (process / "environ").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_exit_record_is_written_once_a_full_disk_has_room_again(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
+    bench = ShimBench(tmp_path)
+    bench.root = disk / "node"
+    try:
+        state = bench.start("a1", argv=["/bin/sleep", "600"])
+        filler = disk / "filler"
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"x" * 4096)
+        agent = bench.agent()
+        agent.result("stop", attempt_id="a1", stop_id="s1", reason="r", actor="me", save=True)
+        wait_for(lambda: is_alive(state["identity"]) is False, "stopped in spite of the full disk")
+        time.sleep(0.5)
+        assert not (bench.folder("a1") / "exit.json").exists()
+
+        filler.unlink()
+
+        assert bench.wait_exit("a1")["signal"] == signal.SIGTERM
+        wait_for(lambda: is_alive(state["shim"]) is False, "shim gone")
+        agent.close()
+    finally:
+        bench.close()
+        umount = ["umount", str(disk)]
+        wait_for(
+            lambda: subprocess.run(umount, capture_output=True, check=False).returncode == 0, "unmounted"
+        )
