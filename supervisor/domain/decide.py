@@ -62,6 +62,8 @@ _STOPPED_STATES: dict[StopCause, tuple[AttemptState, Reason]] = {
 }
 """What the end of a stop means, by why it was begun."""
 
+_ASKED = (StopCause.STOP, StopCause.RESTART, StopCause.DRIFT)
+
 _TRIGGERED = {Reason.RESTART_REQUESTED: Trigger.OPERATOR, Reason.DRIFT_RESTART: Trigger.DRIFT}
 
 _GATE_EXEMPT = frozenset(
@@ -165,13 +167,11 @@ def _finish_by_exit(live: AttemptFacts, observed: Observed, policy: RunSpec) -> 
     if live.state is AttemptState.LAUNCHING:
         return None
     is_success = ended.code is not None and ended.code in policy.restart.success_exit_codes
-    if live.stop is not None:
-        state, reason = _STOPPED_STATES[live.stop.cause]
-        if (
-            is_success
-            and not live.is_program
-            and live.stop.cause in (StopCause.STOP, StopCause.RESTART, StopCause.DRIFT)
-        ):
+    if _is_stopping(live):
+        cause = live.stop.cause if live.stop is not None else StopCause.STOP
+        state, reason = _STOPPED_STATES[cause]
+        may_succeed = cause in _ASKED and live.state is AttemptState.STOPPING and not live.is_program
+        if is_success and may_succeed:
             return _finish(
                 live, AttemptState.SUCCEEDED, Reason.COMPLETED, "finished while it was being stopped"
             )
@@ -187,9 +187,13 @@ def _finish_by_exit(live: AttemptFacts, observed: Observed, policy: RunSpec) -> 
     return _finish(live, state, reason, f"{reason.message} ({shown})")
 
 
+def _is_stopping(live: AttemptFacts) -> bool:
+    return live.state in (AttemptState.STOPPING, AttemptState.QUARANTINED)
+
+
 def _finish_without_exit(live: AttemptFacts, reason: Reason) -> FinishAttempt:
     """Certainly gone, exit status unknowable: what we asked to stop has stopped, anything else is lost."""
-    if live.stop is not None and live.state in (AttemptState.STOPPING, AttemptState.QUARANTINED):
+    if live.stop is not None and _is_stopping(live):
         state, cause = _STOPPED_STATES[live.stop.cause]
         return _finish(live, state, cause, f"{cause.message}; its absence was verified ({reason.value})")
     return _finish(live, AttemptState.LOST, reason)
