@@ -1,0 +1,154 @@
+"""Four layers of health: unknown never acts, limits are learnt, a NaN counts at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from supervisor.domain.health import (
+    ProgressMemory,
+    QualityMemory,
+    find_non_finite,
+    judge_liveness,
+    judge_progress,
+    judge_quality,
+    judge_readiness,
+    progress_limit_s,
+    remember_step,
+    remember_throughput,
+)
+from supervisor.domain.policy import HealthPolicy, ProgressProbe, QualityProbe
+
+PROBE = ProgressProbe()
+
+
+@pytest.mark.parametrize(
+    ("alive", "ok"), [(None, None), (True, True), (False, False)], ids=["unknown", "alive", "gone"]
+)
+def test_liveness_keeps_unknown(alive: Any, ok: Any) -> None:
+    assert judge_liveness(alive=alive, shim_alive=True).ok is ok
+
+
+READY: dict[str, Any] = {
+    "phase": None,
+    "step": None,
+    "has_ready_line": None,
+    "has_output": False,
+    "is_program": False,
+    "running_s": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "policy", "ok", "reason"),
+    [
+        ({"phase": "training"}, {}, True, "PhaseReached"),
+        ({"phase": "loading"}, {}, False, "NotYet"),
+        ({"phase": "loading", "step": 1}, {}, True, "FirstStep"),
+        ({"phase": "loading", "step": 0}, {}, False, "NotYet"),
+        ({"has_ready_line": True, "is_program": True}, {"ready_regex": "go"}, True, "ReadyLine"),
+        ({"has_output": True, "is_program": True}, {"ready_regex": "go"}, False, "NotYet"),
+        ({"has_output": True, "is_program": True}, {}, True, "FirstOutput"),
+        ({"has_output": True}, {}, False, "NotYet"),
+        ({"running_s": 2000.0}, {}, False, "ReadyTimeout"),
+        ({"running_s": 2000.0, "phase": "loading"}, {"ready_timeout_s": 3000}, False, "NotYet"),
+        ({"has_output": None}, {}, None, "NotAsked"),
+        ({"has_output": None, "running_s": 9000.0}, {}, None, "NotAsked"),
+    ],
+)
+def test_readiness(changes: Any, policy: Any, ok: Any, reason: str) -> None:
+    verdict = judge_readiness(HealthPolicy.model_validate(policy), **{**READY, **changes})
+    assert (verdict.ok, verdict.reason) == (ok, reason)
+
+
+def walk(times: list[tuple[float, int, str]]) -> ProgressMemory:
+    memory = ProgressMemory()
+    for now_s, step, phase in times:
+        memory = remember_step(memory, step=step, phase=phase, now_s=now_s)
+    return memory
+
+
+def test_the_limit_is_five_times_the_longest_normal_interval_and_never_below_the_floor() -> None:
+    quick = walk([(n, n, "training") for n in range(12)])
+    assert progress_limit_s(quick, PROBE, phase="training") == 60
+    slow = walk([(30 * n, n, "training") for n in range(12)])
+    assert progress_limit_s(slow, PROBE, phase="training") == 150
+
+
+def test_warm_up_steps_teach_nothing() -> None:
+    times = [0, 100, 300, 400, 500, 600, 602, 604, 606]
+    memory = walk([(at, step, "training") for step, at in enumerate(times)])
+    assert memory.longest_s == 2
+
+
+def test_a_checkpoint_between_two_steps_teaches_nothing_and_cannot_trip_the_training_limit() -> None:
+    memory = walk([(n, n, "training") for n in range(8)])
+    memory = remember_step(memory, step=7, phase="checkpointing", now_s=8)
+    during = judge_progress(memory, PROBE, phase="checkpointing", phase_age_s=300, now_s=308)
+    assert during.ok
+    memory = remember_step(memory, step=8, phase="training", now_s=400)
+    assert memory.longest_s == 1
+    late = judge_progress(memory, PROBE, phase="training", phase_age_s=None, now_s=461)
+    assert (late.ok, late.reason) == (False, "Stalled")
+
+
+def test_a_phase_that_has_just_begun_is_judged_by_its_own_age() -> None:
+    memory = walk([(n, n, "training") for n in range(8)])
+    assert judge_progress(memory, PROBE, phase="training", phase_age_s=5, now_s=900).ok
+    assert judge_progress(memory, PROBE, phase="training", phase_age_s=500, now_s=900).ok is False
+
+
+@pytest.mark.parametrize("phase", ["init", "loading", "compiling", "filling"])
+def test_before_training_progress_is_unknown(phase: str) -> None:
+    memory = walk([(n, n, "training") for n in range(8)])
+    assert judge_progress(memory, PROBE, phase=phase, phase_age_s=9999, now_s=9999).ok is None
+
+
+def test_no_step_and_warm_up_are_unknown() -> None:
+    assert judge_progress(ProgressMemory(), PROBE, phase="training", phase_age_s=99, now_s=9999).ok is None
+    young = walk([(0, 0, "training"), (1, 1, "training")])
+    assert judge_progress(young, PROBE, phase="training", phase_age_s=9999, now_s=9999).reason == "WarmingUp"
+
+
+def test_memories_survive_json() -> None:
+    memory = walk([(n, n, "training") for n in range(8)])
+    assert ProgressMemory.from_json(memory.to_json()) == memory
+    assert ProgressMemory.from_json({}) == ProgressMemory()
+    quality = remember_throughput(QualityMemory(), QualityProbe(), 5.0)
+    assert QualityMemory.from_json(quality.to_json()) == quality
+
+
+@pytest.mark.parametrize(
+    ("record", "names"),
+    [
+        ({"train": {"loss": float("nan"), "lr": 1.0}}, ["train.loss"]),
+        ({"train": {"loss": None}, "nonfinite": ["train.loss"]}, ["train.loss"]),
+        ({"train": {"loss": None, "eal": "NaN"}}, ["train.eal"]),
+        ({"train": {"lr": float("inf"), "loss": float("inf")}}, ["train.loss", "train.lr"]),
+        ({"gpu": [{"power_w": float("nan")}]}, []),
+        ({"train": {"loss": 2.0}}, []),
+        ({"train": {"loss": None}}, []),
+    ],
+)
+def test_only_training_values_count_as_non_finite(record: Any, names: list[str]) -> None:
+    assert find_non_finite(record) == names
+
+
+def test_a_nan_counts_at_once_and_a_drop_after_several_samples() -> None:
+    probe, memory = QualityProbe(), QualityMemory()
+    assert judge_quality(memory, probe, non_finite=[]).ok is None
+    for _ in range(10):
+        memory = remember_throughput(memory, probe, 1000.0)
+    assert judge_quality(memory, probe, non_finite=[]).ok
+    assert judge_quality(memory, probe, non_finite=["train.loss"]).reason == "NonFinite"
+    for count in range(1, 4):
+        memory = remember_throughput(memory, probe, 500.0)
+        assert judge_quality(memory, probe, non_finite=[]).ok is (count < 3)
+    memory = remember_throughput(memory, probe, 990.0)
+    assert judge_quality(memory, probe, non_finite=[]).ok
+    assert remember_throughput(memory, probe, None) == memory
+
+
+def test_worst_case_detection_time_is_shown() -> None:
+    assert HealthPolicy().liveness.worst_case_s == 20
