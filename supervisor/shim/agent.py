@@ -130,23 +130,7 @@ class Agent:
         return {"t": time.time()}
 
     def _list(self, _request: dict[str, Any]) -> dict[str, Any]:
-        attempts = []
-        for files in list_attempts(self.root):
-            state, record = launch.settle(files), files.exit()
-            acked = files.is_acknowledged()
-            if record is not None and acked:
-                record["last_lines"] = []
-            attempts.append(
-                {
-                    "attempt_id": files.attempt_id,
-                    "state": state,
-                    "exit": record,
-                    "alive": liveness(files, state, record),
-                    "shim_alive": is_alive((state or {}).get("shim")) or False,
-                    "acked": acked,
-                }
-            )
-        return {"attempts": attempts}
+        return {"attempts": [_row(files) for files in list_attempts(self.root)]}
 
     def _status(self, request: dict[str, Any]) -> dict[str, Any]:
         files = self._files(request)
@@ -197,6 +181,22 @@ class Agent:
         self._gpu.configure(gpu)
         self._sites.configure((gpu or {}).get("python"), request.get("env_interval_s"))
         return {"watching": ids}
+
+
+def _row(files: AttemptFiles) -> dict[str, Any]:
+    """One attempt in a listing; a damaged record makes it unknown and harms no other."""
+    acked = files.is_acknowledged()
+    row: dict[str, Any] = {"attempt_id": files.attempt_id, "state": None, "exit": None, "alive": None}
+    row.update(shim_alive=False, acked=acked, error=None)
+    try:
+        state, record = launch.settle(files), files.exit()
+        row.update(state=state, exit=record, alive=liveness(files, state, record))
+        row["shim_alive"] = is_alive((state or {}).get("shim")) or False
+        if record is not None and acked:
+            record["last_lines"] = []
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        row["error"] = "%s: %s" % (type(error).__name__, error)
+    return row
 
 
 def _run_detached(argv: list[str], text: str) -> None:

@@ -10,7 +10,7 @@ import os
 import time
 from typing import Any
 
-from . import locks, logfile
+from . import cgroup, locks, logfile
 from .proc import is_alive, signal_identity, signal_number
 from .records import AttemptFiles, RefusedError, write_json
 
@@ -112,6 +112,8 @@ def acknowledge(files: AttemptFiles) -> dict[str, Any]:
     is_watched = state is not None and is_alive(state.get("shim")) is True
     if record is None and (liveness(files, state, record) is not False or is_watched):
         raise RefusedError("NotEnded", "attempt %s has not ended; nothing to acknowledge" % files.attempt_id)
+    # Left over when the shim died before the trainer; an empty group holds nobody.
+    cgroup.remove_group((state or {}).get("cgroup"), attempts=1)
     if not files.is_acknowledged():
         write_json(files.path("acked.json"), {"v": 1, "at": time.time()})
     return {"acked": True}

@@ -33,12 +33,17 @@ def own_group() -> str | None:
     return None
 
 
+def group_path(attempt_id: str) -> str | None:
+    """Where this process would make the attempt's group, None where there is no v2 hierarchy."""
+    parent = own_group()
+    return None if parent is None else os.path.join(parent, "dflash-" + attempt_id)
+
+
 def create_group(attempt_id: str, pid: int) -> str | None:
     """Make the attempt's group with `pid` in it; None where it cannot be made, killed or entered."""
-    parent = own_group()
-    if parent is None:
+    path = group_path(attempt_id)
+    if path is None:
         return None
-    path = os.path.join(parent, "dflash-" + attempt_id)
     try:
         os.mkdir(path)
     except OSError:
@@ -62,8 +67,10 @@ def kill_group(path: str) -> bool:
     return True
 
 
-def remove_group(path: str, attempts: int = 20) -> bool:
-    """Remove the group's folder; a just-ended process may keep it busy for a moment."""
+def remove_group(path: str | None, attempts: int = 20) -> bool:
+    """Remove the group's folder, which only works once it is empty; an ended process may linger a moment."""
+    if path is None:
+        return True
     for _ in range(attempts):
         try:
             os.rmdir(path)

@@ -135,6 +135,8 @@ def settle(files: AttemptFiles) -> dict[str, Any] | None:
             state.update(phase="launch_failed", launch_error=failure.to_json())
             files.write_state(state)
             files.event("LaunchFailed", failure.message)
+            # It may have died between making its group and recording it.
+            cgroup.remove_group(state.get("cgroup") or cgroup.group_path(files.attempt_id))
     finally:
         os.close(lock)
     return state
@@ -235,8 +237,7 @@ def _launch(files: AttemptFiles, request: StartRequest, state: dict[str, Any], l
     except BaseException:
         trainer.abandon()
         state["identity"] = None
-        if state["cgroup"] is not None:
-            cgroup.remove_group(state["cgroup"])
+        cgroup.remove_group(state["cgroup"])
         raise
     state.update(phase="running", started_at=time.time())
     shim = AttemptShim(files, state, server, child=trainer.pid, keep=[*held, shim_lock])

@@ -130,8 +130,9 @@ class AttemptFiles:
         return os.path.isdir(self.folder)
 
     def state(self) -> dict[str, Any] | None:
-        """`state.json`, the shim's record of the launch and the stop."""
-        return read_json(self.path("state.json"))
+        """`state.json`, the shim's record of the launch and the stop; None also when it is not one."""
+        state = read_json(self.path("state.json"))
+        return state if state is not None and state.get("phase") in PHASES else None
 
     def write_state(self, state: dict[str, Any]) -> None:
         """Replace `state.json`."""

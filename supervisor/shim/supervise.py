@@ -327,8 +327,7 @@ class AttemptShim:
             self.files.event(
                 "Exited", "nothing of the attempt is left", code=main["code"], signal=main["signal"]
             )
-            if self.state["cgroup"] is not None:
-                cgroup.remove_group(self.state["cgroup"])
+            cgroup.remove_group(self.state["cgroup"])
         self.save()
         return not members
 

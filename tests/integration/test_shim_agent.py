@@ -59,6 +59,26 @@ def test_list_shows_every_attempt_with_its_evidence(bench: ShimBench) -> None:
     assert attempts["b1"]["shim_alive"] is True
 
 
+def test_damaged_record_is_unknown_and_harms_no_other(bench: ShimBench) -> None:
+    bench.start("b1", "--hang")
+    for name, text in (
+        ("a1", "{half"),
+        ("a2", '{"v":1,"phase":"dreaming"}'),
+        ("a3", '{"v":1,"phase":"running"}'),
+    ):
+        bench.folder(name).mkdir()
+        (bench.folder(name) / "state.json").write_text(text)
+
+    rows = {row["attempt_id"]: row for row in bench.agent().result("list")["attempts"]}
+
+    assert rows["b1"]["alive"] is True
+    assert [rows[name]["state"] for name in ("a1", "a2")] == [None, None]
+    assert [rows[name]["alive"] for name in ("a1", "a2")] == [None, None]
+    assert rows["a3"]["shim_alive"] is False
+    for name in ("a1", "a2", "a3"):
+        (bench.folder(name) / "state.json").unlink()
+
+
 def test_unknown_attempt_is_its_own_error(bench: ShimBench) -> None:
     agent = bench.agent()
 

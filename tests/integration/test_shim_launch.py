@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from supervisor.shim.cgroup import group_path
 from supervisor.shim.proc import is_alive, signal_identity
 from tests.support.shim_bench import WAIT_S, ShimBench, wait_for
 
@@ -384,6 +385,8 @@ def test_shim_killed_at_any_moment_of_a_launch_leaves_no_unknown_trainer(bench: 
         else:
             assert status["state"]["phase"] == "launch_failed"
             assert trainers == []
+            group = group_path(attempt)
+            assert group is None or not Path(group).exists()
     assert outcomes
 
 
