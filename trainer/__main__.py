@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from trainer.config import SECTIONS
 from trainer.errors import ConfigError, TrainerError
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_guarded(words: list[str]) -> int:
-    _open_log()
+    _open_log(sys.stdout if words[:1] == ["train"] else sys.stderr)
     try:
         return _run(words)
     except TrainerError as error:
@@ -139,10 +139,10 @@ def _usage() -> str:
     return "\n".join(lines)
 
 
-def _open_log() -> None:
-    """Send readable lines to stdout, unbuffered by line."""
+def _open_log(stream: TextIO) -> None:
+    """Send readable lines to `stream`; `train` has its log there, the other commands print results."""
     logging.basicConfig(
-        stream=sys.stdout,
+        stream=stream,
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(threadName)s %(message)s",
         force=True,

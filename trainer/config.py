@@ -151,7 +151,7 @@ class LossConfig(Section):
     noise_start: float = setting(0.05, "amplitude of the uniform noise on hidden states at step 0", ge=0)
     noise_end: float = setting(0.01, "the same at the last step", ge=0)
     attention: str = setting("auto", "attention of the drafter", choices=("auto", "flex", "sdpa", "dense"))
-    compile: bool = setting(True, "compile on CUDA; has no effect on CPU")
+    compile: bool = setting(True, "use kernels that are compiled at start (FlexAttention); no effect on CPU")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -363,6 +363,8 @@ def _check_unavailable(config: TrainConfig) -> None:
     cpu_drafter = "cpu" in config.devices.drafters()
     if config.loss.attention == "flex" and cpu_drafter:
         raise ConfigError("--attention flex has no backward pass on the CPU: take sdpa, dense or auto")
+    if config.loss.attention == "flex" and not config.loss.compile:
+        raise ConfigError("--attention flex needs compiled kernels: leave --no-compile away, or take sdpa")
 
 
 def _check_runs(config: TrainConfig) -> None:

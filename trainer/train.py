@@ -53,16 +53,7 @@ from trainer.pipeline.messages import BatchPlanItem
 from trainer.pipeline.queues import FeedQueue, HiddenStatesQueue
 from trainer.pipeline.records import batch_record, queue_record
 from trainer.pipeline.timers import cuda_memory
-from trainer.pipeline.transfer import (
-    CpuReceiver,
-    CpuSender,
-    CudaReceiver,
-    CudaSender,
-    PinnedPool,
-    QueuedPack,
-    Receiver,
-    Sender,
-)
+from trainer.pipeline.transfer import PinnedPool, QueuedPack, open_receiver, open_sender
 from trainer.pipeline.workers import Board, WorkerGroup
 from trainer.target.cache import SampleCache
 from trainer.target.capture import Target
@@ -312,7 +303,7 @@ class Trainer:
                 packs_per_epoch=packs,
                 tokens=0,
             ),
-            attention=pick_attention(config.loss.attention, device),
+            attention=pick_attention(config.loss.attention, device, may_compile=config.loss.compile),
         )
 
     def _resume(self, parts: _Parts, start: StartPoint) -> StepPlan:
@@ -364,6 +355,11 @@ class Trainer:
     def _run_pipeline(self, parts: _Parts) -> None:
         config, board = self.config, self._board
         pool = PinnedPool()
+        slot_shape = (
+            config.data.token_budget,
+            len(parts.drafter.config.target_layer_ids),
+            parts.target.info.hidden_size,
+        )
         feed: FeedQueue[BatchPlanItem] = FeedQueue(config.queue.feed_depth, board)
         hidden_states: HiddenStatesQueue[QueuedPack] = HiddenStatesQueue(
             board,
@@ -389,7 +385,9 @@ class Trainer:
             corpus=parts.corpus,
             layer_ids=parts.drafter.config.target_layer_ids,
             feed=feed,
-            sender=self._sender(parts, pool),
+            sender=open_sender(
+                board=board, pool=pool, device=parts.target.device, shape=slot_shape, dtype=parts.target.dtype
+            ),
             hidden_states=hidden_states,
             board=board,
             lock=parts.target_lock,
@@ -400,7 +398,14 @@ class Trainer:
             drafter=parts.drafter,
             ends=parts.ends,
             optimizer=parts.optimizer,
-            receiver=self._receiver(parts, hidden_states, pool),
+            receiver=open_receiver(
+                hidden_states,
+                board=board,
+                pool=pool,
+                device=parts.drafter.device,
+                shape=slot_shape,
+                dtype=parts.target.dtype,
+            ),
             board=board,
             config=config,
             plan=parts.plan,
@@ -419,6 +424,7 @@ class Trainer:
         )
         self._worker = drafter_worker
         self._connect_sources(feed, hidden_states, target_worker, drafter_worker, parts)
+        self._warm_up(target_worker, drafter_worker)
         group = WorkerGroup(board)
         group.add("feeder", feeder.run)
         group.add(target_worker.name, target_worker.run)
@@ -428,6 +434,18 @@ class Trainer:
         board.beat("start")
         group.start()
         self._watch(group)
+
+    def _warm_up(self, target: TargetWorker, drafter: DrafterWorker) -> None:
+        """On CUDA, run the largest pack of each bucket once, largest first, while memory is free."""
+        parts = self._parts
+        if {parts.target.device.type, parts.drafter.device.type} == {"cpu"}:
+            return
+        for item in parts.sampler.largest_per_bucket():
+            self._leave_if_stopped()
+            started_s = time.monotonic()
+            self._status.set_phase("compiling", f"bucket {item.bucket}, {len(item.sample_ids)} samples")
+            drafter.warm_up(target.compute(item))
+            _LOG.info("warmed up bucket %d in %.1f s", item.bucket, time.monotonic() - started_s)
 
     def _watch(self, group: WorkerGroup) -> None:
         """Wait for the workers; look at stop requests and at signs of life meanwhile."""
@@ -445,33 +463,6 @@ class Trainer:
             except StalledError as error:
                 self._board.fail("monitor", error)
         group.raise_first()
-
-    def _sender(self, parts: _Parts, pool: PinnedPool) -> Sender:
-        if parts.target.device.type == "cpu":
-            return CpuSender()
-        return CudaSender(
-            board=self._board,
-            pool=pool,
-            device=str(parts.target.device),
-            shape=self._slot_shape(parts),
-            dtype=parts.target.dtype,
-        )
-
-    def _receiver(self, parts: _Parts, source: HiddenStatesQueue[QueuedPack], pool: PinnedPool) -> Receiver:
-        if parts.drafter.device.type == "cpu":
-            return CpuReceiver(source)
-        return CudaReceiver(
-            source,
-            board=self._board,
-            pool=pool,
-            device=str(parts.drafter.device),
-            shape=self._slot_shape(parts),
-            dtype=parts.target.dtype,
-        )
-
-    def _slot_shape(self, parts: _Parts) -> tuple[int, int, int]:
-        layers = len(parts.drafter.config.target_layer_ids)
-        return self.config.data.token_budget, layers, parts.target.info.hidden_size
 
     def _connect_sources(
         self,

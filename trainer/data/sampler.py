@@ -37,6 +37,17 @@ class PackSampler:
             edges=self.edges,
         )
 
+    def largest_per_bucket(self) -> list[BatchPlanItem]:
+        """Return of each used bucket the pack with the most tokens, the largest bucket first."""
+        best: dict[int, BatchPlanItem] = {}
+        for item in self.plan(0):
+            if item.bucket not in best or self._tokens(item) > self._tokens(best[item.bucket]):
+                best[item.bucket] = item
+        return [best[bucket] for bucket in sorted(best, reverse=True)]
+
+    def _tokens(self, item: BatchPlanItem) -> int:
+        return sum(self.lengths[sample] for sample in item.sample_ids)
+
     def remaining(self, is_consumed: Callable[[int, int], bool]) -> Iterator[list[BatchPlanItem]]:
         """Yield, epoch by epoch, what is left to do; finished epochs are left out."""
         for epoch in range(self.epochs):

@@ -149,6 +149,13 @@ class DrafterWorker:
         self._flush_report()
         self._hooks.at_end(self.step)
 
+    def warm_up(self, pack: FeaturePack) -> None:
+        """Run one micro-batch and throw its gradients away: kernels get compiled, the allocator grows."""
+        self._accumulate(pack)
+        self._optimizer.discard()
+        if self._drafter.device.type == "cuda":
+            torch.cuda.synchronize(self._drafter.device)  # host sync: errors must show here, not later
+
     def train_step(self) -> bool:
         """Do one optimizer step; False when there were no packs for it (end of data, or stop)."""
         config = self._config.optim
@@ -188,6 +195,11 @@ class DrafterWorker:
         return True
 
     def _microbatch(self, pack: FeaturePack) -> None:
+        sums = self._accumulate(pack)
+        self._receiver.done(pack)
+        self._count(pack, sums)
+
+    def _accumulate(self, pack: FeaturePack) -> StepSums:
         loss, seed = self._config.loss, self._config.optim.seed
         block_size = self._config.drafter.block_size
         draw = pack_seed(run_seed=seed, epoch=pack.epoch, pack_id=pack.pack_id, stream="anchors")
@@ -209,8 +221,7 @@ class DrafterWorker:
             )
         with self.timers.stage("backward"):
             self._optimizer.accumulate(sums.numerator, sums.denominator)
-        self._receiver.done(pack)
-        self._count(pack, sums)
+        return sums
 
     def _count(self, pack: FeaturePack, sums: StepSums) -> None:
         length = int(pack.tokens.input_ids_T.numel())

@@ -41,11 +41,11 @@ def pick_dtype(choice: str, device: str) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[choice]
 
 
-def pick_attention(choice: str, device: str) -> str:
-    """Return the attention implementation; `auto` is flex on CUDA and sdpa on the CPU."""
+def pick_attention(choice: str, device: str, *, may_compile: bool) -> str:
+    """Return the attention implementation; `auto` is flex where it can be compiled (CUDA), else sdpa."""
     if choice != "auto":
         return choice
-    return "sdpa" if device == "cpu" else "flex"
+    return "flex" if device != "cpu" and may_compile else "sdpa"
 
 
 def cpu_threads(config: TrainConfig, *, is_alone: bool = False) -> int:

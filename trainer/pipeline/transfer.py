@@ -282,6 +282,30 @@ class CudaReceiver:
         return replace(item.pack, features_TLD=device_TLD), slot, copied
 
 
+def open_sender(
+    *, board: Board, pool: PinnedPool, device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype
+) -> Sender:
+    """Return the sender for a target's device; `shape` is the largest pack [T, L, D]."""
+    if device.type == "cpu":
+        return CpuSender()
+    return CudaSender(board=board, pool=pool, device=str(device), shape=shape, dtype=dtype)
+
+
+def open_receiver(
+    source: HiddenStatesQueue[QueuedPack],
+    *,
+    board: Board,
+    pool: PinnedPool,
+    device: torch.device,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+) -> Receiver:
+    """Return the receiver for a drafter's device; `shape` and `dtype` are those of the packs."""
+    if device.type == "cpu":
+        return CpuReceiver(source)
+    return CudaReceiver(source, board=board, pool=pool, device=str(device), shape=shape, dtype=dtype)
+
+
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

@@ -81,6 +81,17 @@ class TargetWorker:
         # only on a clean end: after an error the consumers must see the error, not a drained queue
         self._hidden_states.producer_done()
 
+    def compute(self, item: BatchPlanItem) -> FeaturePack:
+        """Run one batch and wait for its result on the CPU (for warming up, outside of the pipeline)."""
+        batch = collate([self._corpus[sample] for sample in item.sample_ids], pad_id=self._pad_id)
+        with self._lock:
+            hidden_BSLD, _ = self._target.hidden_states(
+                batch.input_ids_BS, batch.attention_mask_BS, self._layer_ids
+            )
+        rows_T = batch.valid_rows_T.to(hidden_BSLD.device)
+        # host sync: before the pipeline starts, nothing is lost by waiting
+        return make_pack(item, batch.tokens, hidden_BSLD.flatten(0, 1).index_select(0, rows_T).cpu())
+
     def _process(self, item: BatchPlanItem) -> None:
         samples: list[Sample] = [self._corpus[sample] for sample in item.sample_ids]
         self._count(item, samples)
@@ -110,15 +121,7 @@ class TargetWorker:
         self, item: BatchPlanItem, tokens: PackedTokens, hidden_TLD: Tensor, pinned: Tensor | None
     ) -> None:
         self.stats.add(hidden_TLD.shape[0])
-        pack = FeaturePack(
-            epoch=item.epoch,
-            pack_id=item.pack_id,
-            bucket=item.bucket,
-            tokens=tokens,
-            features_TLD=hidden_TLD,
-            last_hidden_TD=None,
-            nbytes=hidden_TLD.numel() * hidden_TLD.element_size(),
-        )
+        pack = make_pack(item, tokens, hidden_TLD)
         with self.timers.wait("put"), self.stats.waiting():
             self._hidden_states.put(QueuedPack(pack=pack, pinned=pinned))
 
@@ -126,3 +129,16 @@ class TargetWorker:
         self.sequences += len(samples)
         self.padded_tokens += len(samples) * max(len(sample.input_ids_T) for sample in samples)
         self.bucket_batches[item.bucket] = self.bucket_batches.get(item.bucket, 0) + 1
+
+
+def make_pack(item: BatchPlanItem, tokens: PackedTokens, hidden_TLD: Tensor) -> FeaturePack:
+    """Put finished hidden states on the host into the message for the drafters."""
+    return FeaturePack(
+        epoch=item.epoch,
+        pack_id=item.pack_id,
+        bucket=item.bucket,
+        tokens=tokens,
+        features_TLD=hidden_TLD,
+        last_hidden_TD=None,
+        nbytes=hidden_TLD.numel() * hidden_TLD.element_size(),
+    )

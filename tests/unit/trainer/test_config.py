@@ -160,6 +160,10 @@ WRONG = {
     "negative noise": (["loss.noise_start=-1"], "loss.noise_start must be at least 0"),
     "unknown attention": (["loss.attention=fast"], "loss.attention must be one of"),
     "flex on cpu": (["loss.attention=flex"], "--attention flex has no backward pass on the CPU"),
+    "flex uncompiled": (
+        ["loss.attention=flex", "loss.compile=false", "devices.drafter_gpus=0"],
+        "--attention flex needs compiled kernels",
+    ),
     "soft labels": (["loss.soft_label_weight=1.0"], "soft labels are not available"),
     "split fc": (["drafter.split_fc_layers=true"], "split fc is not available"),
     "min over max": (["queue.hs_min_ready=100"], "--hs-min-ready must not exceed --hs-max-depth"),
@@ -250,5 +254,6 @@ def test_mistake_ends_with_exit_2_before_torch_is_imported(words, expected):
     )
 
     assert done.returncode == 2, done.stderr
-    assert expected in done.stdout
-    assert len(done.stdout.splitlines()) == 1
+    output = done.stdout + done.stderr
+    assert expected in output
+    assert len(output.splitlines()) == 1
