@@ -171,6 +171,7 @@ class Daemon:
             active_s=self.settings.reconcile_active_s,
             idle_s=self.settings.reconcile_idle_s,
             gpu_s=self.settings.gpu_interval_s,
+            environment_s=self.settings.environment_interval_s,
         )
         self._scheduler = Scheduler(runtime, periods=periods)
         self.connections.listen(self._scheduler)

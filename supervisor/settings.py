@@ -77,6 +77,8 @@ class Settings(BaseSettings):
     reconcile_active_s: Annotated[float, Field(gt=0, le=600)] = 5.0
     reconcile_idle_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     gpu_interval_s: Annotated[float, Field(ge=0.1, le=60)] = 1.0
+    environment_interval_s: Annotated[float, Field(ge=0.1, le=3600)] = 30.0
+    """How often the agent looks whether the packages of a run's environment changed."""
     max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 1 << 20
     retention: Retention = Retention()
 

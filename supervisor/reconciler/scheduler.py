@@ -40,6 +40,7 @@ class Periods:
     active_s: float = 5.0
     idle_s: float = 30.0
     gpu_s: float = 1.0
+    environment_s: float = 30.0
 
 
 @dataclass(slots=True)
@@ -185,8 +186,12 @@ class Scheduler(ConnectionListener):
     async def on_open(self, connection: NodeConnection) -> None:
         """A new agent answers: adopt what runs there, watch it, look at all runs of the node."""
         await adopt_node(self._rt, connection)
-        await refresh_watch(self._rt, connection, interval_s=self._periods.gpu_s)
+        await self._watch(connection)
         await self._hint_node(connection.address.id)
+
+    async def _watch(self, connection: NodeConnection) -> None:
+        periods = self._periods
+        await refresh_watch(self._rt, connection, gpu_s=periods.gpu_s, environment_s=periods.environment_s)
 
     async def on_change(self, connection: NodeConnection) -> None:
         """Reachability changed: the node's condition and event, and a look at its runs."""
@@ -201,7 +206,7 @@ class Scheduler(ConnectionListener):
         """The set of live attempts of a node changed: watch the new set."""
         connection = self._rt.connections.find(node_id)
         if connection is not None and connection.is_open:
-            self._spawn(refresh_watch(self._rt, connection, interval_s=self._periods.gpu_s))
+            self._spawn(self._watch(connection))
 
     def on_environment(self, node_id: str, python: str) -> None:
         """The packages of an interpreter on this node changed: compare it with what runs."""

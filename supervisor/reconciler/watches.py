@@ -18,7 +18,9 @@ from supervisor.store.tables import Attempt, Environment, MetricLine, Node, Run
 _LIVE = tuple(state.value for state in LIVE)
 
 
-async def refresh_watch(runtime: Runtime, connection: NodeConnection, *, interval_s: float) -> None:
+async def refresh_watch(
+    runtime: Runtime, connection: NodeConnection, *, gpu_s: float, environment_s: float
+) -> None:
     """Watch exactly the live attempts of the node.
 
     Raises:
@@ -32,7 +34,8 @@ async def refresh_watch(runtime: Runtime, connection: NodeConnection, *, interva
         "watch",
         attempt_ids=[item.attempt_id for item in tracked],
         offsets={key: value for key, value in offsets.items() if value},
-        gpu={"python": python, "interval_s": interval_s},
+        gpu={"python": python, "interval_s": gpu_s},
+        env_interval_s=environment_s,
         log=True,
     )
 

@@ -1,13 +1,14 @@
 """A whole daemon in the test's process, on a state folder and a node root of its own.
 
 `RunningDaemon` speaks to it as the API does: services in a write transaction, then a hint. Waits are bounded
-and for a state, never for a time. Attempts that a test leaves behind are ended by identity, through the agent.
+and for a state, never for a time. Attempts that a test leaves behind are ended by identity.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -36,6 +37,7 @@ def make_settings(state_dir: Path, **changes: Any) -> Settings:
         "reconcile_active_s": 0.3,
         "reconcile_idle_s": 1.0,
         "gpu_interval_s": 0.2,
+        "environment_interval_s": 0.5,
     }
     return Settings(**{**values, **changes})
 
@@ -233,8 +235,6 @@ async def running_daemon(folder: Path, **changes: Any) -> AsyncIterator[RunningD
 
 def end_leftovers(root: Path) -> None:
     """End the processes of attempts below a root, by the identities in their own records."""
-    import json
-
     for record in (root / "attempts").glob("*/state.json"):
         state = json.loads(record.read_text())
         for key in ("identity", "shim"):
@@ -243,6 +243,19 @@ def end_leftovers(root: Path) -> None:
             if pid and ticks is not None and _start_ticks(pid) == ticks:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+def live_processes(root: Path, run_name: str) -> list[int]:
+    """Pids of the trainers of a run that live now, by the identities in their own records."""
+    found = []
+    for record in (root / "attempts").glob("*/state.json"):
+        state = json.loads(record.read_text())
+        identity = state.get("identity") or {}
+        if run_name not in str(state.get("log_path")) or not identity.get("pid"):
+            continue
+        if _start_ticks(identity["pid"]) == identity["start_ticks"]:
+            found.append(identity["pid"])
+    return found
 
 
 def _start_ticks(pid: int) -> int | None:
