@@ -33,40 +33,38 @@ _NOT_FOUND, _NOT_A_FILE = 66, 67
 
 _PART = ".dflash-part-"
 
-# What a power cut or a lost link left behind a day ago or earlier.
-_SWEEP = f"""find "${{4%/*}}/" -maxdepth 1 -type f -name '{_PART}*' -mmin +1440 -delete
+HASH_FUNCTION = """hash() {
+if [ "$1" -gt 16777216 ] && command -v openssl > /dev/null; then openssl dgst -sha256 -r; else sha256sum; fi
+}
+"""
+"""Shell function: SHA-256 of stdin, of so many bytes; openssl starts slower and hashes much faster."""
+
+_FAIL_FUNCTION = """fail() { rm -f -- "$1"; exit "$2"; }
+"""
+
+# The last line but one removes what a power cut or a lost link left behind a day ago or earlier.
+_RENAME = f"""seen=${{seen%% *}}
+[ "$seen" = "$want" ] || {{ printf %s "$seen"; fail "$1" {_MISMATCH}; }}
+chmod "$3" "$1" && sync "$1" && mv -fT -- "$1" "$4" || fail "$1" {_RENAME_FAILED}
+sync "${{4%/*}}/"
+find "${{4%/*}}/" -maxdepth 1 -type f -name '{_PART}*' -mmin +1440 -delete
+printf %s "$seen"
 """
 
 # The digest follows the bytes on stdin, so one pass over the source is enough. A cut link ends stdin early:
 # the digest line is then missing, nothing matches and the temporary file goes away.
-_PUT_SCRIPT = (
-    """umask 077
-fail() { rm -f -- "$1"; exit "$2"; }
-head -c "$2" > "$1" || fail "$1" 73
+_RECEIVE = f"""umask 077
+head -c "$2" > "$1" || fail "$1" {_WRITE_FAILED}
 IFS= read -r want || want=
-seen=$(sha256sum < "$1") || fail "$1" 73
-seen=${seen%% *}
-[ "$seen" = "$want" ] || { printf %s "$seen"; fail "$1" 74; }
-chmod "$3" "$1" && sync "$1" && mv -fT -- "$1" "$4" || fail "$1" 75
-sync "${4%/*}/"
+seen=$(hash "$2" < "$1") || fail "$1" {_WRITE_FAILED}
 """
-    + _SWEEP
-    + """printf %s "$seen"
-"""
-)
 
-_COMMIT_SCRIPT = (
-    """fail() { rm -f -- "$1"; exit "$2"; }
-seen=$(sha256sum < "$1") || exit 73
-seen=${seen%% *}
-[ "$seen" = "$2" ] || { printf %s "$seen"; fail "$1" 74; }
-chmod "$3" "$1" && sync "$1" && mv -fT -- "$1" "$4" || fail "$1" 75
-sync "${4%/*}/"
+_VERIFY = f"""want=$5
+seen=$(hash "$2" < "$1") || exit {_WRITE_FAILED}
 """
-    + _SWEEP
-    + """printf %s "$seen"
-"""
-)
+
+_PUT_SCRIPT = HASH_FUNCTION + _FAIL_FUNCTION + _RECEIVE + _RENAME
+_COMMIT_SCRIPT = HASH_FUNCTION + _FAIL_FUNCTION + _VERIFY + _RENAME
 
 _GET_SCRIPT = """[ -e "$1" ] || exit 66
 [ -d "$1" ] && exit 67
@@ -162,9 +160,10 @@ def put_argv(target: Target, *, size: int, mode: int) -> tuple[str, ...]:
     return ("/bin/sh", "-c", _PUT_SCRIPT, "put", target.temporary, str(size), f"{mode:o}", target.path)
 
 
-def commit_argv(target: Target, *, digest: str, mode: int) -> tuple[str, ...]:
+def commit_argv(target: Target, *, size: int, digest: str, mode: int) -> tuple[str, ...]:
     """The program that verifies a temporary file which lies in the node already, and renames it."""
-    return ("/bin/sh", "-c", _COMMIT_SCRIPT, "commit", target.temporary, digest, f"{mode:o}", target.path)
+    words = (target.temporary, str(size), f"{mode:o}", target.path, digest)
+    return ("/bin/sh", "-c", _COMMIT_SCRIPT, "commit", *words)
 
 
 def get_argv(path: str, *, max_bytes: int) -> tuple[str, ...]:

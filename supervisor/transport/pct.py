@@ -40,17 +40,20 @@ SMALL_COPY_BYTES = 256 << 10
 _HOST_TMP = "/var/tmp"  # noqa: S108 a fresh private folder is made in it
 
 # The folder goes away however the script ends; a cut link ends stdin early, and then the digests differ.
-_STAGE_SCRIPT = """umask 077
+_STAGE_SCRIPT = (
+    files.HASH_FUNCTION
+    + """umask 077
 folder=$1 size=$2
 shift 2
 trap 'rm -rf -- "$folder"' EXIT
 trap 'exit 71' HUP INT PIPE TERM
 mkdir -- "$folder" && head -c "$size" > "$folder/content" || exit 73
 IFS= read -r want || want=
-seen=$(sha256sum < "$folder/content") || exit 73
+seen=$(hash "$size" < "$folder/content") || exit 73
 [ "${seen%% *}" = "$want" ] || { echo "the copy on the host is incomplete" >&2; exit 74; }
 "$@" < /dev/null
 """
+)
 _STATUS_LINE = re.compile(r"^status: (\w+)\s*$", re.MULTILINE)
 _LOCK_LINE = re.compile(r"^lock: (\S+)\s*$", re.MULTILINE)
 
@@ -253,13 +256,13 @@ class PctTransport:
                 exit_code=pushed.exit_code,
                 stderr=text,
             )
-        return await self._commit(place, upload.digest, mode, deadline, push_text=text)
+        argv = files.commit_argv(place, size=upload.size, digest=upload.digest, mode=mode)
+        return await self._commit(argv, place, upload.digest, deadline, push_text=text)
 
     async def _commit(
-        self, place: files.Target, digest: str, mode: int, deadline: Deadline, *, push_text: str
+        self, argv: tuple[str, ...], place: files.Target, digest: str, deadline: Deadline, *, push_text: str
     ) -> str:
         """Rename what was pushed if it is what was sent; `pct push` succeeds by its own account always."""
-        argv = files.commit_argv(place, digest=digest, mode=mode)
         try:
             result = await self.run(argv, deadline_s=deadline.remaining())
             return files.put_digest(result, place, expected=digest)

@@ -18,7 +18,6 @@ import paramiko
 from supervisor.domain.errors import ConnectError, DeadlineError, TransportError
 from supervisor.transport.argv import Frame
 from supervisor.transport.deadline import Deadline
-from supervisor.transport.files import CHUNK_BYTES
 
 T = TypeVar("T")
 
@@ -26,6 +25,7 @@ _READ_BYTES = 256 << 10
 _STDERR_KEPT = 64 << 10
 _STATUS_GRACE_S = 1.0
 _SEND_TICK_S = 0.25
+_PACKET_BYTES = 32 << 10  # sshd takes no larger ones, and whatever more is offered is copied in vain
 
 
 class Threads(Protocol):
@@ -87,13 +87,17 @@ class Stream:
         await self._readable()
         if self._closed.is_set():
             return b"", b"", True
-        return await self._threads.on_pool(self._read_available)
+        # Reading blocks only when it has to announce more window, that is after a tenth of it was read.
+        room = (self.channel.in_window_threshold - self.channel.in_window_sofar) // 2
+        if room > 0:
+            return self._read_available(room)
+        return await self._threads.on_pool(lambda: self._read_available(_READ_BYTES))
 
-    def _read_available(self) -> tuple[bytes, bytes, bool]:
+    def _read_available(self, limit: int) -> tuple[bytes, bytes, bool]:
         channel = self.channel
         is_over = bool(channel.eof_received or channel.closed)
-        out = channel.recv(_READ_BYTES) if channel.recv_ready() else b""
-        err = channel.recv_stderr(_READ_BYTES) if channel.recv_stderr_ready() else b""
+        out = channel.recv(limit) if channel.recv_ready() else b""
+        err = channel.recv_stderr(limit) if channel.recv_stderr_ready() else b""
         return out, err, is_over and not out and not err
 
     async def _readable(self) -> None:
@@ -135,7 +139,7 @@ class Stream:
             if self._stop_feeding.is_set() or deadline.has_passed():
                 return False
             try:
-                sent = self.channel.send(bytes(left[:CHUNK_BYTES]))
+                sent = self.channel.send(bytes(left[:_PACKET_BYTES]))
             except TimeoutError:
                 continue
             if sent == 0:

@@ -8,6 +8,7 @@ status 255 nor -1 says whether a command ran. `pct` is stacked on `execute` and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -40,6 +41,7 @@ CHANNELS_PER_CONNECTION = 6
 _POOL_THREADS = 8
 _FEEDER_THREADS = 12
 _RETRY_BUSY_S = 0.05
+_QUICK_STDIN_BYTES = 16 << 10
 _LIVENESS_S = 5.0
 _FRESH_TRIES = 2
 _BUSY_CODES = (2, 4)  # connect failed, resource shortage: what sshd says above MaxSessions
@@ -82,6 +84,18 @@ class _Call:
         self.stderr = StreamCollector(self.frame, max_output)
         self.is_expired = False
         self.cause: BaseException | None = None
+        self.quick_stdin: bytes | None = None
+        self.is_fed = False
+
+    def feed_quickly(self, channel: paramiko.Channel) -> None:
+        """Send a short stdin and EOF at once: the window of a new channel has room for it."""
+        if self.quick_stdin is None:
+            return
+        self.is_fed = True
+        with contextlib.suppress(OSError):  # the command may have ended already, without reading it
+            if self.quick_stdin:
+                channel.sendall(self.quick_stdin)
+            channel.shutdown_write()
 
     @property
     def is_complete(self) -> bool:
@@ -201,19 +215,23 @@ class SshTransport:
         """
         call = _Call(argv, Deadline(deadline_s, self._clock), max_output)
         command = host_command(prefix, call.frame.script(argv, env=env))
+        if isinstance(stdin, bytes) and len(command.preamble) + len(stdin) <= _QUICK_STDIN_BYTES:
+            call.quick_stdin = command.preamble + stdin
         stream = await self._start(self._lanes[lane], command, call)
         if stream is None:
             return call.outcome(None)
-        pieces = [stdin] if isinstance(stdin, bytes) else stdin
-        feeding = asyncio.create_task(
-            stream.feed(itertools.chain([command.preamble], pieces), call.deadline), name="ssh-stdin"
-        )
+        feeding = None
+        if not call.is_fed:
+            pieces = [stdin] if isinstance(stdin, bytes) else stdin
+            feed = stream.feed(itertools.chain([command.preamble], pieces), call.deadline)
+            feeding = asyncio.create_task(feed, name="ssh-stdin")
         try:
             await self._drain(self._lanes[lane], stream, call)
             return call.outcome(None if call.is_complete or call.is_expired else await stream.status())
         finally:
             await stream.close()
-            await asyncio.gather(feeding, return_exceptions=True)
+            if feeding is not None:
+                await asyncio.gather(feeding, return_exceptions=True)
 
     async def start_channel(
         self,
@@ -274,6 +292,7 @@ class SshTransport:
             channel = _open_session(transport, call.deadline.remaining())
             is_sent = True
             channel.exec_command(command.text)
+            call.feed_quickly(channel)
             return channel
 
         starting = asyncio.ensure_future(self.on_pool(start))
