@@ -38,6 +38,9 @@ ACTOR = "supervisor"
 POLICY = "policy"
 MAX_KEPT_LINES = 200
 
+_QUIET = frozenset({ConditionType.ALIVE, ConditionType.READY})
+"""False for ordinary reasons; the attempt's own events tell of them."""
+
 Json = dict[str, Any]
 
 
@@ -76,9 +79,10 @@ def set_condition(
     reason: str,
     message: str = "",
 ) -> bool:
-    """Set one condition; an event when its status or reason changed. True when it did.
+    """Set one condition. True when it changed.
 
-    A condition that is set for the first time and is fine is no news.
+    An event is written when it becomes false, and when it becomes true after having been false. Not knowing
+    is shown and is no event: a link that comes and goes must not fill the history.
     """
     old = next((item for item in row.conditions if item["type"] == kind.value), None)
     new = condition(kind, status, reason=reason, message=message, since=now_of(session).isoformat())
@@ -86,8 +90,10 @@ def set_condition(
         return False
     row.conditions = merge_condition(row.conditions, new)
     bump(session, row)
-    is_same = old is not None and old["status"] == new["status"] and old["reason"] == new["reason"]
-    if is_same or (old is None and status is True):
+    was = old["status"] if old is not None else None
+    is_worse = status is False and (was != "false" or (old is not None and old["reason"] != reason))
+    is_better = status is True and was == "false"
+    if not (is_worse or is_better) or (is_worse and kind in _QUIET):
         return True
     is_run = isinstance(row, Run)
     record_event(
@@ -96,7 +102,7 @@ def set_condition(
         subject=f"{'run' if is_run else 'node'}/{row.name}",
         reason=f"{kind.value}{new['status'].title()}",
         message=f"{kind.value} became {new['status']}: {reason}{': ' + message if message else ''}",
-        data={"old": old and old["status"], "new": new["status"], "reason": reason},
+        data={"old": was, "new": new["status"], "reason": reason},
         level="warning" if new["status"] == ConditionStatus.FALSE.value else "info",
         run_id=row.id if is_run else None,
         node_id=row.node_id if isinstance(row, Run) else row.id,

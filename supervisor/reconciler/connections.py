@@ -108,6 +108,7 @@ class NodeConnection:
         self._agent: AgentClient | None = None
         self._wake = asyncio.Event()
         self._settled = asyncio.Event()
+        self._opened = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.lock = asyncio.Lock()
         """Held while something is being changed in the node: one worker per node at a time."""
@@ -139,6 +140,13 @@ class NodeConnection:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._settled.wait()
+
+    async def wait_open(self, limit_s: float) -> None:
+        """Try to connect now and wait until the agent answers, at most `limit_s`; the caller looks again."""
+        self.wake()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._opened.wait()
 
     @property
     def is_open(self) -> bool:
@@ -207,6 +215,7 @@ class NodeConnection:
             await self._start_agent()
         if self.reach.note_success(self._clock.now()):
             await self._listener.on_change(self)
+        self._opened.set()
         await self._listener.on_open(self)
 
     async def _start_agent(self) -> None:
@@ -278,6 +287,7 @@ class NodeConnection:
         return True
 
     async def _drop_agent(self) -> None:
+        self._opened.clear()
         agent, self._agent = self._agent, None
         if agent is not None:
             await agent.aclose()
@@ -300,6 +310,7 @@ class Connections:
         self._shim = shim
         self._clock = clock
         self._listener = ConnectionListener()
+        self._broken: dict[str, SupervisorError] = {}
         self._by_id: dict[str, NodeConnection] = {}
 
     def __iter__(self) -> Iterator[NodeConnection]:
@@ -318,30 +329,42 @@ class Connections:
 
         Raises:
             ConnectError: there is none (node just deleted, or daemon stopping).
+            ConfigError: the node's row lacks what its transport needs.
         """
         connection = self._by_id.get(node_id)
+        if connection is None and node_id in self._broken:
+            raise self._broken[node_id]
         if connection is None:
             raise ConnectError(f"no connection for node {node_id}", reason="NotConnected")
         return connection
 
-    async def refresh(self, addresses: list[NodeAddress]) -> None:
-        """Open connections to new nodes, close those of deleted ones, replace those that changed."""
+    async def refresh(self, addresses: list[NodeAddress]) -> dict[str, SupervisorError]:
+        """Open connections to new nodes, close those of deleted ones, replace those that changed.
+
+        Returns:
+            Nodes whose row cannot make a connection, with the reason.
+        """
+        broken: dict[str, SupervisorError] = {}
         wanted = {address.id: address for address in addresses}
         for node_id, connection in list(self._by_id.items()):
             if wanted.get(node_id) != connection.address:
                 del self._by_id[node_id]
                 await connection.aclose()
         for node_id, address in wanted.items():
-            if node_id not in self._by_id:
-                connection = NodeConnection(
-                    address,
-                    self._build_transport(address),
-                    shim=self._shim,
-                    clock=self._clock,
-                    listener=self._listener,
-                )
-                self._by_id[node_id] = connection
-                connection.start()
+            if node_id in self._by_id:
+                continue
+            try:
+                transport = self._build_transport(address)
+            except SupervisorError as error:
+                broken[node_id] = error
+                continue
+            connection = NodeConnection(
+                address, transport, shim=self._shim, clock=self._clock, listener=self._listener
+            )
+            self._by_id[node_id] = connection
+            connection.start()
+        self._broken = broken
+        return broken
 
     async def aclose(self) -> None:
         """Close all; processes in the nodes go on."""

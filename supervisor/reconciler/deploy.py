@@ -11,18 +11,19 @@ import asyncio
 import json
 import posixpath
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from sqlmodel import Session, func, select
+from sqlmodel import Session, col, func, select
 
 from supervisor.clock import Clock
 from supervisor.domain.deploy import environment_digest, lock_digest
 from supervisor.domain.errors import ConfigError, DeployError, NotFoundError
 from supervisor.reconciler import apply, leases
+from supervisor.reconciler.act import module_of
 from supervisor.reconciler.capabilities import probe_capabilities
 from supervisor.reconciler.connections import NodeConnection
 from supervisor.reconciler.crash import crash
@@ -43,6 +44,7 @@ from supervisor.transport.bundle import ReleaseArchive, build_release
 SCRIPT_DEADLINE_S = 120.0
 SELFTEST_DEADLINE_S = 600.0
 PUSH_DEADLINE_S = 900.0
+OPEN_WAIT_S = 30.0
 BUNDLED = "bundled"
 
 ReportProgress = Callable[[str, str, int | None, int | None], None]
@@ -76,7 +78,6 @@ class Pair:
     release: Release | None = None
     environment: Environment | None = None
     capabilities: dict[str, Any] = field(default_factory=dict)
-    is_new: bool = False
 
     @property
     def release_digest(self) -> str | None:
@@ -129,7 +130,9 @@ class Deployer:
         keeper = asyncio.create_task(self._keep_lease(node_id, token))
         try:
             pair = await self._bring(request)
-            return await self._store.write(lambda session: self._apply(session, request, pair, token))
+            result = await self._store.write(lambda session: self._apply(session, request, pair, token))
+            crash("deploy.after_apply")
+            return result
         finally:
             keeper.cancel()
             await self._store.write(lambda session: leases.release(session, Node, node_id, token))
@@ -140,32 +143,54 @@ class Deployer:
             await self._store.write(lambda session: leases.renew(session, Node, node_id, token))
 
     async def _bring(self, request: DeployRequest) -> Pair:
-        pair = Pair()
+        """Bring what is missing; a pair that is on the node and was proved before is not proved again."""
         archive, lock_text = await asyncio.to_thread(self._read_sources, request)
-        python = request.python or self._connection.address.python
         facts = await self._check(request)
-        await self._connection.ensure_shim()
-        crash("deploy.after_shim")
+        plan = None
+        pair = Pair()
         if archive is not None:
             pair.release = _release_row(request.source, archive, self._clock.now())
-            pair.is_new |= await self._bring_release(archive)
-            crash("deploy.after_release")
         if request.python is not None:
-            pair.environment = await self._use_external(request.python, pair.release)
+            pair.environment = self._external_row(request.python)
         elif lock_text is not None:
-            plan = self._plan(request, lock_text, python, facts)
-            pair.environment = _environment_row(
-                plan, self._layout.python(plan.digest), facts, self._clock.now()
-            )
-            pair.is_new |= await self._bring_environment(plan, pair.release)
-        crash("deploy.after_environment")
-        self._report("capabilities", "probing capabilities", None, None)
-        if pair.environment is not None:
-            pair.capabilities = await probe_capabilities(self._connection, pair.environment.python)
-        if pair.release is not None:
+            plan = self._plan(request, lock_text, facts)
+            python = self._layout.python(plan.digest)
+            pair.environment = _environment_row(plan, python, facts, self._clock.now())
+        there = await self._inspect(pair, plan)
+        if not there["shim"]:
+            await self._connection.ensure_shim()
+        crash("deploy.after_shim")
+        known = await self._store.read(lambda session: find_proved(session, request.node.id, pair))
+        if known is not None and request.python is None and there["release"] and there["environment"]:
+            pair.capabilities = known.capabilities
+        else:
+            await self._prove(pair, plan, archive, there)
+        if pair.release is not None and not there["current"]:
             await self._switch(pair.release.digest)
         crash("deploy.after_switch")
         return pair
+
+    async def _prove(
+        self,
+        pair: Pair,
+        plan: EnvironmentPlan | None,
+        archive: ReleaseArchive | None,
+        there: Mapping[str, bool],
+    ) -> None:
+        """Release, environment, self-test, capabilities."""
+        if archive is not None and not there["release"]:
+            await self._bring_release(archive)
+        crash("deploy.after_release")
+        if plan is not None:
+            await self._bring_environment(plan, pair.release)
+        elif pair.environment is not None:
+            await self._selftest(pair.environment.python, pair.release)
+        crash("deploy.after_environment")
+        if pair.environment is None:
+            return
+        self._report("capabilities", "probing capabilities", None, None)
+        await self._connection.wait_open(OPEN_WAIT_S)
+        pair.capabilities = await probe_capabilities(self._connection, pair.environment.python)
 
     def _read_sources(self, request: DeployRequest) -> tuple[ReleaseArchive | None, str | None]:
         archive = None
@@ -208,10 +233,8 @@ class Deployer:
             )
         return report.facts
 
-    async def _bring_release(self, archive: ReleaseArchive) -> bool:
-        relative = posixpath.join("releases", archive.digest, "manifest.json")
-        if (await self._inspect(release=relative))["release"]:
-            return False
+    async def _bring_release(self, archive: ReleaseArchive) -> None:
+        """Send, unpack under a temporary name, verify each file in the node, rename."""
         size = len(archive.data)
         target = f"{self._layout.temporary}/release-{archive.digest}-{secrets.token_hex(4)}.tar.gz"
         self._report("release", "sending the release", 0, size)
@@ -229,11 +252,8 @@ class Deployer:
             [target, self._layout.root, archive.digest],
             deadline_s=SCRIPT_DEADLINE_S,
         )
-        return True
 
-    def _plan(
-        self, request: DeployRequest, lock_text: str, python: str, facts: dict[str, Any]
-    ) -> EnvironmentPlan:
+    def _plan(self, request: DeployRequest, lock_text: str, facts: dict[str, Any]) -> EnvironmentPlan:
         torch = torch_requirement_for(lock_text, is_bundled_source=request.source == BUNDLED)
         node = request.node
         source = (node.torch_index_url or node.find_links) if torch else None
@@ -246,12 +266,12 @@ class Deployer:
             ),
             lock_text=lock_text,
             torch_requirement=torch,
-            python=python,
+            python=self._connection.address.python,
             find_links=node.find_links,
             torch_index_url=node.torch_index_url,
         )
 
-    async def _bring_environment(self, plan: EnvironmentPlan, release: Release | None) -> bool:
+    async def _bring_environment(self, plan: EnvironmentPlan, release: Release | None) -> None:
         builder = EnvironmentBuilder(
             self._transport, self._layout, python=self._connection.address.python, report=self._report
         )
@@ -271,10 +291,8 @@ class Deployer:
                 "torch_requirement": plan.torch_requirement,
             }
             await builder.complete(plan.digest, record)
-        return is_new
 
-    async def _use_external(self, python: str, release: Release | None) -> Environment:
-        await self._selftest(python, release)
+    def _external_row(self, python: str) -> Environment:
         digest = environment_digest(
             "", torch_requirement=None, python=f"external:{python}", platform=self._connection.address.id
         )
@@ -284,7 +302,7 @@ class Deployer:
         """Byte-compile and import by the environment's own interpreter."""
         self._report("self-test", "importing the release with its environment", None, None)
         folder = self._layout.release(release.digest) if release is not None else None
-        modules = ["trainer.__main__"] if release is not None else []
+        modules = entry_modules(release)
         request = json.dumps({"release": folder, "modules": modules})
         result = await run_script(
             self._transport, python, "selftest", [request], deadline_s=SELFTEST_DEADLINE_S
@@ -294,10 +312,19 @@ class Deployer:
             raise problem
         return result
 
-    async def _inspect(self, **want: str) -> dict[str, bool]:
-        found = await self._finish("inspect", want=want)
-        value: dict[str, bool] = found["found"]
-        return value
+    async def _inspect(self, pair: Pair, plan: EnvironmentPlan | None) -> dict[str, bool]:
+        """What of it is complete on the node already; what is not wanted counts as there."""
+        root = f"{self._layout.root}/"
+        want = {"shim": self._connection.shim_path.removeprefix(root)}
+        current = None
+        if pair.release is not None:
+            current = posixpath.join("releases", pair.release.digest)
+            want["release"] = posixpath.join(current, "manifest.json")
+        if plan is not None:
+            want["environment"] = posixpath.join("envs", plan.digest, "complete.json")
+        reply = await self._finish("inspect", want=want)
+        is_current = current is None or reply["current"] == current
+        return {"release": True, "environment": True, **reply["found"], "current": is_current}
 
     async def _switch(self, digest: str) -> None:
         await self._finish("switch", target=posixpath.join("releases", digest))
@@ -362,6 +389,17 @@ def _unpin_runs(session: Session, node: Node) -> None:
             apply.tell(session, run, "Unpinned", "the newest deploy is used from the next start on")
 
 
+def find_proved(session: Session, node_id: str, pair: Pair) -> Deployment | None:
+    """The newest ready deployment of this very pair on the node."""
+    query = select(Deployment).where(
+        Deployment.node_id == node_id,
+        Deployment.release_digest == pair.release_digest,
+        Deployment.environment_digest == pair.environment_digest,
+        Deployment.state == "ready",
+    )
+    return session.exec(query.order_by(col(Deployment.sequence).desc()).limit(1)).first()
+
+
 def load_request(session: Session, operation: Operation) -> DeployRequest:
     """The operation's parameters with its node.
 
@@ -393,6 +431,15 @@ def save_report(session: Session, node_id: str, report: Any) -> None:
     node.checked_at = now_of(session)
     node.version += 1
     session.add(node)
+
+
+def entry_modules(release: Release | None) -> list[str]:
+    """What must be importable: the release's package with its command line, if it has one."""
+    if release is None:
+        return []
+    package = module_of(release)
+    has_main = f"{package}/__main__.py" in (release.manifest.get("files") or {})
+    return [f"{package}.__main__" if has_main else package]
 
 
 def describe_selftest(result: dict[str, Any]) -> DeployError | None:

@@ -44,7 +44,7 @@ from supervisor.reconciler.steps import Steps
 from supervisor.store.attempts import bump
 from supervisor.store.events import now_of
 from supervisor.store.queries import newest_attempt
-from supervisor.store.tables import Run
+from supervisor.store.tables import Attempt, Run
 
 log = structlog.get_logger(__name__)
 
@@ -201,6 +201,7 @@ class RunLoop:
         attempt = newest_attempt(session, run.id)
         save_decision(session, run, decision, snapshot, observed)
         if attempt is not None:
+            self._note_first_output(session, attempt, evidence.look)
             memory = self._rt.memories.get(attempt.id)
             if memory is not None:
                 save_progress(session, attempt, memory)
@@ -224,6 +225,12 @@ class RunLoop:
         crash("operation.before_end")
         end_operations(session, run, decision, connection.reach if connection is not None else None)
         return has_drifted
+
+    def _note_first_output(self, session: Session, attempt: Attempt, look: Look) -> None:
+        has_output = bool(look.reply.get("log_size") or look.reply.get("status"))
+        if has_output and attempt.first_output_at is None and AttemptState(attempt.state) in LIVE:
+            attempt.first_output_at = now_of(session)
+            bump(session, attempt)
 
     def _fingerprint(self, snapshot: Snapshot, connection: NodeConnection | None) -> dict[str, Any] | None:
         """Newest fingerprint of the interpreter that the live attempt runs with."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -123,7 +124,9 @@ class Scheduler(ConnectionListener):
     async def refresh(self) -> None:
         """Make connections, loops and node operations equal to the rows."""
         nodes, run_ids = await self._rt.store.read(self._load)
-        await self._rt.connections.refresh([self._address(node) for node in nodes])
+        broken = await self._rt.connections.refresh([self._address(node) for node in nodes])
+        for node_id, error in broken.items():
+            await self._rt.store.write(functools.partial(_save_broken, node_id=node_id, error=error))
         for run_id in set(run_ids) - set(self._workers):
             worker = _Worker(asyncio.create_task(self._work(run_id), name=f"run-{run_id}"))
             self._workers[run_id] = worker
@@ -249,7 +252,7 @@ def save_reachability(session: Session, connection: NodeConnection) -> None:
             level="error",
             node_id=node.id,
         )
-    if reach.is_alerted:
+    if reach.is_alerted and not changed:
         record_event(
             session,
             actor="supervisor",
@@ -258,6 +261,15 @@ def save_reachability(session: Session, connection: NodeConnection) -> None:
             message=f"out of reach for 5 minutes: {reach.message}",
             level="warning",
             node_id=node.id,
+        )
+
+
+def _save_broken(session: Session, *, node_id: str, error: SupervisorError) -> None:
+    """A node whose row cannot make a connection is out of reach, for the reason that the row gives."""
+    node = session.get(Node, node_id)
+    if node is not None:
+        apply.set_condition(
+            session, node, ConditionType.REACHABLE, False, reason=error.reason, message=error.message
         )
 
 

@@ -6,9 +6,11 @@ renamed, so an interrupted one is never mistaken for the whole.
 
 from __future__ import annotations
 
+from supervisor.domain.errors import DeployError
 from supervisor.domain.spec import RunSpec
 from supervisor.reconciler.checks import Finding
 from supervisor.reconciler.connections import NodeConnection
+from supervisor.reconciler.preflight import finding_of
 from supervisor.reconciler.scripts import ensure_folder
 
 COPY_DEADLINE_S = 7200.0
@@ -37,7 +39,10 @@ async def stage_copies(connection: NodeConnection, spec: RunSpec) -> list[Findin
 async def _copy(connection: NodeConnection, source: str, target: str) -> Finding:
     transport = connection.transport
     parent, temporary = target.rsplit("/", 1)[0] or "/", f"{target}.staging"
-    await ensure_folder(transport, parent)
+    try:
+        await ensure_folder(transport, parent)
+    except DeployError as error:
+        return finding_of(error, name="stage")
     steps = (
         (["rm", "-rf", "--", temporary], STEP_DEADLINE_S),
         (["cp", "-a", "--", source, temporary], COPY_DEADLINE_S),

@@ -258,7 +258,10 @@ class Steps:
         assert attempt is not None
         attempt.launch_error = None
         apply_transition(
-            session, attempt, AttemptState.LAUNCHING, data={"argv": attempt.argv, "run": run.name}
+            session,
+            attempt,
+            AttemptState.LAUNCHING,
+            data={"argv": attempt.argv, "secrets": list(run.spec.get("secrets") or [])},
         )
 
     def _end_launch(self, session: Session, attempt_id: str, outcome: act.LaunchOutcome) -> None:
