@@ -173,11 +173,8 @@ def _guard_attempt(_mapper: Mapper[Any], _connection: sa.Connection, attempt: At
             old=state.value,
             new=state.value,
         )
-    if (
-        state is AttemptState.LOST
-        and changed & LATE_EVIDENCE
-        and inspect(attempt).attrs.exit_record.history.deleted
-    ):
+    former = inspect(attempt).attrs.exit_record.history.deleted
+    if changed & LATE_EVIDENCE and former and former[0] is not None:
         raise InvalidTransitionError(
             f"exit record of lost attempt {attempt.number} was filled already",
             old=state.value,
