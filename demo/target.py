@@ -113,9 +113,11 @@ def _convert(gguf: Path, directory: Path) -> None:
     fields = loaded.config.to_dict()
     fields.pop("quantization_config", None)
     config = AutoConfig.for_model(**fields)
-    twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    twin.load_state_dict(loaded.state_dict())
-    twin.to(torch.bfloat16).save_pretrained(directory)
+    with torch.device("meta"):
+        twin = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    twin.load_state_dict(loaded.to(torch.bfloat16).state_dict(), assign=True)
+    twin.tie_weights()
+    twin.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
