@@ -45,6 +45,7 @@ from trainer.pipeline.devices import (
     available_bytes,
     check_devices,
     cpu_threads,
+    on_device,
     pick_attention,
     pick_dtype,
     worker_suffix,
@@ -444,7 +445,9 @@ class Trainer:
             self._leave_if_stopped()
             started_s = time.monotonic()
             self._status.set_phase("compiling", f"bucket {item.bucket}, {len(item.sample_ids)} samples")
-            drafter.warm_up(target.compute(item))
+            pack = target.compute(item)
+            with on_device(parts.drafter.device):
+                drafter.warm_up(pack)
             _LOG.info("warmed up bucket %d in %.1f s", item.bucket, time.monotonic() - started_s)
 
     def _watch(self, group: WorkerGroup) -> None:

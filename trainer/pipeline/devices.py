@@ -56,6 +56,11 @@ def cpu_threads(config: TrainConfig, *, is_alone: bool = False) -> int:
     return config.devices.cpu_threads or max(1, cores // share)
 
 
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a CUDA device the current one for a while; nothing to do for the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def available_bytes() -> int:
     """Return the host memory that is free for use, as the kernel estimates it."""
     with contextlib.suppress(OSError, ValueError, StopIteration):

@@ -179,7 +179,7 @@ class HiddenStatesQueue(Generic[ItemT]):
             self._changed.notify_all()
 
     def get(self, *, stop_empties: bool = False) -> ItemT | None:
-        """Take the next item; None when the producers are done and nothing is left.
+        """Take the next item; None when the queue is closed, or the producers are done and nothing is left.
 
         Args:
             stop_empties: when the run stops, return None at once (for use between optimizer steps).
@@ -187,7 +187,8 @@ class HiddenStatesQueue(Generic[ItemT]):
         with self._changed:
             waited_from = self._monotonic()
             while not self._is_ready():
-                if self._is_drained() or (stop_empties and self._board.stop.is_set()):
+                is_over = self._closed or self._is_drained()
+                if is_over or (stop_empties and self._board.stop.is_set()):
                     self._get_blocked_s += self._monotonic() - waited_from
                     return None
                 self._board.check()
@@ -213,6 +214,11 @@ class HiddenStatesQueue(Generic[ItemT]):
             self._closed = True
             self._changed.notify_all()
 
+    @property
+    def is_closed(self) -> bool:
+        """True once no consumer takes anything any more."""
+        return self._closed
+
     def snapshot(self) -> QueueSnapshot:
         """Return depth, bytes and blocked time as they are now."""
         with self._changed:
@@ -236,7 +242,7 @@ class HiddenStatesQueue(Generic[ItemT]):
         return self._producers <= 0 and self._depth == 0
 
     def _is_ready(self) -> bool:
-        if self._depth == 0:
+        if self._depth == 0 or self._closed:
             return False
         return self._depth >= self._min_ready or self._producers <= 0 or self._board.stop.is_set()
 

@@ -255,17 +255,21 @@ class CudaReceiver:
         try:
             while (item := self._source.get()) is not None:
                 slot = self._take_slot()
+                if slot is None:
+                    break
                 self._ready.put(self._copy(item, slot))
             self._ready.put(None)
         except BaseException as error:  # noqa: BLE001 - the thread boundary: kept, ends the run
             self._board.fail(self._thread.name, error)
 
-    def _take_slot(self) -> _Slot:
-        while True:
+    def _take_slot(self) -> _Slot | None:
+        """Wait for a device slot; None when the drafter takes nothing any more."""
+        while not self._source.is_closed:
             try:
                 return self._free.get(timeout=WAIT_S)
             except queue.Empty:
                 self._board.check()
+        return None
 
     def _copy(self, item: QueuedPack, slot: _Slot) -> tuple[FeaturePack, _Slot, torch.cuda.Event]:
         host_TLD = item.pack.features_TLD

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from trainer.data.collate import TargetBatch, collate, pack_tokens
@@ -69,7 +70,9 @@ class TargetWorker:
 
     def run(self) -> None:
         """Work until the feeder is done and every copy is delivered."""
-        while True:
+        if self._target.device.type == "cuda":
+            torch.cuda.set_device(self._target.device)
+        while not self._hidden_states.is_closed:
             with self.timers.wait("wait_input"):
                 item = self._feed.get()
             if item is None:

@@ -276,3 +276,13 @@ def test_feed_queue_gives_up_when_the_run_stops():
     board.stop.set()
 
     assert not feed.put(2)
+
+
+def test_closed_queue_gives_nothing_more():
+    queue = make_queue(min_ready=1)
+    queue.put(Item(0))
+
+    queue.close()
+
+    assert queue.get() is None
+    assert queue.is_closed
