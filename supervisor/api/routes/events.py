@@ -18,6 +18,7 @@ from supervisor.api.streams import CATCH_UP_PAGE, EventFeed, LiveResponse
 from supervisor.services import events, views
 from supervisor.services.hub import Message, TooManySubscribersError
 from supervisor.store import queries
+from supervisor.store.tables import Node
 
 router = APIRouter(tags=["events"])
 
@@ -114,9 +115,15 @@ async def _stream(
     has_live: bool,
 ) -> Response:
     def resolve(session: Session) -> tuple[Json, str | None, str | None]:
-        run_name = queries.get_run(session, run).name if run is not None else None
-        node_name = queries.get_node(session, node).name if node is not None else None
-        return _ids(session, run, node), run_name, node_name
+        found = queries.get_run(session, run) if run is not None else None
+        where = queries.get_node(session, node) if node is not None else None
+        # A run's GPU samples carry the name of its node only.
+        home = session.get(Node, found.node_id) if found is not None else where
+        return (
+            _ids(session, run, node),
+            found.name if found is not None else None,
+            home.name if home is not None else None,
+        )
 
     ids, run_name, node_name = await state.store.read(resolve)
     place = api.streams.hold(caller.actor)
@@ -143,7 +150,7 @@ async def _stream(
 
     feed = EventFeed(
         subscription,
-        accepts=_filter(run_name, node_name, has_events=has_events, has_live=has_live),
+        accepts=_filter(ids, run_name, node_name, has_events=has_events, has_live=has_live),
         last_id=newest if last_id is None or is_gap else last_id,
         fetch=fetch if has_events else None,
         reset=reset,
@@ -152,15 +159,18 @@ async def _stream(
 
 
 def _filter(
-    run: str | None, node: str | None, *, has_events: bool, has_live: bool
+    ids: Json, run: str | None, node: str | None, *, has_events: bool, has_live: bool
 ) -> Callable[[Message], bool]:
     def accepts(message: Message) -> bool:
-        is_event = message.topic == "event"
-        if not (has_events if is_event else has_live):
+        if message.topic == "event":
+            return has_events and all(
+                wanted is None or message.data.get(name) == wanted for name, wanted in ids.items()
+            )
+        if not has_live:
             return False
-        if run is not None and message.run != run:
-            # What concerns the run's node as a whole (GPU samples) belongs to the run's picture too.
-            return message.run is None and node is None and message.topic == "gpu"
+        if run is not None:
+            # GPU samples concern a node as a whole, so they belong to the picture of each of its runs.
+            return message.run == run or (message.topic == "gpu" and message.node == node)
         return node is None or message.node == node
 
     return accepts
