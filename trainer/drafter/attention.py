@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from trainer.drafter.compiled import compile_per_shape
 from trainer.drafter.masks import DenseMask, FlexMask, LayerMask, SegmentMask
 
 
@@ -96,4 +97,4 @@ def _flex(q_BHQE: Tensor, k_BGSE: Tensor, v_BGSE: Tensor, mask: FlexMask, scale:
 @functools.cache
 def _compiled_flex() -> Callable[..., Any]:
     """Compile on first use: the uncompiled kernel materialises all scores."""
-    return torch.compile(flex_attention, dynamic=False)
+    return compile_per_shape(flex_attention)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from trainer.drafter.anchors import Anchors
+from trainer.drafter.compiled import compile_per_shape
 from trainer.errors import ConfigError
 from trainer.pipeline.messages import PackedTokens
 
@@ -273,7 +274,7 @@ def _build_flex(layout: BlockLayout, window: int | None, device: torch.device) -
 @functools.cache
 def _compiled_create_block_mask() -> Callable[..., Any]:
     """Compile on first use: the uncompiled function materialises the whole grid."""
-    return torch.compile(create_block_mask, dynamic=False)
+    return compile_per_shape(create_block_mask)
 
 
 def _build_segments(layout: BlockLayout, window: int | None, device: torch.device) -> LayerMask:
