@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo.config as dynamo
 
 MAX_SHAPES = 256
 """More than `loss._coarse_length` and the layer types can produce."""
@@ -22,6 +21,8 @@ def compile_per_shape(function: Callable[..., Any]) -> Callable[..., Any]:
     The limits are settings of the process. Measured on an H200 (torch 2.11): a handful of shapes reached the
     default of 8, and the next step took minutes instead of 0.2 s.
     """
+    # torch loads this package on first access; that takes seconds, and only CUDA runs need it.
+    dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_SHAPES)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * MAX_SHAPES)
     dynamo.fail_on_recompile_limit_hit = True
