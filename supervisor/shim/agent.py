@@ -21,6 +21,7 @@ from typing import Any
 from . import control, launch, probe
 from .attempt import attempt_request, liveness, send_signal, status, stop_record
 from .control import answer
+from .launcher import Launcher
 from .proc import boot_id, init_ticks, is_alive
 from .records import LIVE_PHASES, AttemptFiles, RefusedError, check_id, dumps, list_attempts
 from .request import API
@@ -37,13 +38,14 @@ CAPABILITIES = [
     "processes",
     "signal",
     "stacks",
+    "start",
     "status",
     "stop",
     "tail",
     "tail_lines",
     "watch",
 ]
-MAX_FRAME = 1 << 20
+MAX_FRAME = 2 << 20
 WORKERS = 6
 IDLE_EXIT_S = 900.0
 STOP_DEADLINE_S = 8.0
@@ -57,6 +59,7 @@ class Agent:
         self.root = root
         self._out = out
         self._out_lock = threading.Lock()
+        self._launcher = Launcher(root)  # forks, so it must come before the first thread
         self._watcher = FileWatcher(root, self.send)
         self._gpu = GpuSampler(self.send)
         self._sites = SiteWatcher(self.send)
@@ -64,6 +67,7 @@ class Agent:
             "ping": self._ping,
             "list": self._list,
             "status": self._status,
+            "start": self._start,
             "stop": self._stop,
             "signal": self._signal,
             "watch": self._watch,
@@ -136,6 +140,9 @@ class Agent:
         files = self._files(request)
         launch.settle(files)
         return status(files)
+
+    def _start(self, request: dict[str, Any]) -> dict[str, Any]:
+        return self._launcher.start(request.get("request"))
 
     def _signal(self, request: dict[str, Any]) -> dict[str, Any]:
         if request.get("identity") is not None:
@@ -211,7 +218,7 @@ def _run_detached(argv: list[str], text: str) -> None:
     )
 
 
-def serve(root: str, marker: str | None = None) -> int:
+def run_serve(root: str, marker: str | None = None) -> int:
     """Serve one connection on stdin and stdout until stdin ends or falls silent for `IDLE_EXIT_S`."""
     out = os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)

@@ -12,17 +12,14 @@ import errno
 import json
 import os
 import select
-import shutil
 import sys
 import time
-import traceback
-import uuid
 from typing import Any, NoReturn
 
 from . import cgroup, locks
 from .control import ControlServer
 from .proc import identity_of
-from .records import AttemptFiles, RefusedError, check_id, dumps, fsync_folder, note, write_json
+from .records import AttemptFiles, RefusedError, check_id, dumps, fsync_folder, note_exception, write_json
 from .request import MAX_REQUEST_BYTES, StartRequest, parse_start
 from .spawn import PausedTrainer, detach
 from .supervise import AttemptShim
@@ -32,10 +29,37 @@ REPLY_DEADLINE_S = 60.0
 
 def run_start(root: str) -> int:
     """Handle `start`: one request on stdin, one reply line on stdout; returns the exit code."""
+    return print_reply(start_detached(root, sys.stdin.buffer.read(MAX_REQUEST_BYTES + 1)))
+
+
+def run_tombstone(root: str, attempt_id: str) -> int:
+    """Handle `tombstone`; returns the exit code."""
     try:
-        request = parse_start(sys.stdin.buffer.read(MAX_REQUEST_BYTES + 1))
+        return print_reply(tombstone(root, attempt_id))
     except RefusedError as failure:
-        return _print({"v": 1, "ok": False, "error": failure.to_json()})
+        return print_reply(refusal(failure))
+    except OSError as error:
+        return print_reply(refusal(_os_failure("attempt folder under " + root, error)))
+
+
+def print_reply(reply: dict[str, Any]) -> int:
+    """Print one reply line; returns the exit code that goes with it."""
+    sys.stdout.write(dumps(reply) + "\n")
+    sys.stdout.flush()
+    return 0 if reply["ok"] else 1
+
+
+def refusal(failure: RefusedError) -> dict[str, Any]:
+    """The reply for a request that was refused."""
+    return {"v": 1, "ok": False, "error": failure.to_json()}
+
+
+def start_detached(root: str, data: bytes) -> dict[str, Any]:
+    """Launch in a process of its own and wait for its answer; needs a caller without threads."""
+    try:
+        request = parse_start(data)
+    except RefusedError as failure:
+        return refusal(failure)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -45,13 +69,10 @@ def run_start(root: str) -> int:
         _detached(root, request, writer)
     os.close(writer)
     os.waitpid(child, 0)
-    return _print(_read_reply(reader))
-
-
-def _print(reply: dict[str, Any]) -> int:
-    sys.stdout.write(dumps(reply) + "\n")
-    sys.stdout.flush()
-    return 0 if reply["ok"] else 1
+    try:
+        return _read_reply(reader)
+    finally:
+        os.close(reader)
 
 
 def _read_reply(reader: int) -> dict[str, Any]:
@@ -60,11 +81,11 @@ def _read_reply(reader: int) -> dict[str, Any]:
     while not data.endswith(b"\n"):
         if not select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
             message = "launch not decided after %d s; ask `list` for this attempt" % REPLY_DEADLINE_S
-            return {"v": 1, "ok": False, "error": RefusedError("LaunchPending", message).to_json()}
+            return refusal(RefusedError("LaunchPending", message))
         piece = os.read(reader, 65536)
         if not piece:
             message = "the shim ended before it answered; see shim.log in the attempt's folder"
-            return {"v": 1, "ok": False, "error": RefusedError("ShimDied", message).to_json()}
+            return refusal(RefusedError("ShimDied", message))
         data += piece
     reply: dict[str, Any] = json.loads(data)
     return reply
@@ -78,14 +99,14 @@ def _detached(root: str, request: StartRequest, writer: int) -> NoReturn:
         try:
             shim, reply = _start(root, request)
         except RefusedError as failure:
-            shim, reply = None, {"v": 1, "ok": False, "error": failure.to_json()}
+            shim, reply = None, refusal(failure)
         os.write(writer, (dumps(reply) + "\n").encode("ascii"))
         os.close(writer)
         if shim is not None:
             shim.run()
         code = 0
     except BaseException:  # noqa: BLE001 - last line of a detached process: the trace goes to shim.log
-        note(traceback.format_exc())
+        note_exception()
     finally:
         os._exit(code)
 
@@ -97,7 +118,7 @@ def claim(root: str, attempt_id: str, state: dict[str, Any]) -> tuple[AttemptFil
         The files and the lock's descriptor, or None when the folder exists already.
     """
     parent = os.path.join(root, "attempts")
-    temporary = os.path.join(root, "tmp", "attempt-%s-%s" % (attempt_id, uuid.uuid4().hex))
+    temporary = os.path.join(root, "tmp", "attempt-%s-%s" % (attempt_id, os.urandom(8).hex()))
     for folder in (root, parent, os.path.join(root, "tmp")):
         os.makedirs(folder, mode=0o700, exist_ok=True)
     os.mkdir(temporary, 0o700)
@@ -115,9 +136,20 @@ def claim(root: str, attempt_id: str, state: dict[str, Any]) -> tuple[AttemptFil
                 return None
             raise
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _discard(temporary)
     fsync_folder(parent)
     return AttemptFiles(root, attempt_id), lock
+
+
+def _discard(temporary: str) -> None:
+    """Remove a folder that was not claimed after all."""
+    for folder, folders, names in os.walk(temporary, topdown=False):
+        for name in names:
+            os.unlink(os.path.join(folder, name))
+        for name in folders:
+            os.rmdir(os.path.join(folder, name))
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(temporary)
 
 
 def settle(files: AttemptFiles) -> dict[str, Any] | None:
@@ -187,7 +219,7 @@ def _start(root: str, request: StartRequest) -> tuple[AttemptShim | None, dict[s
     if claimed is None:
         return None, _existing_reply(AttemptFiles(root, request.attempt_id))
     files, lock = claimed
-    redirect_stderr(files)
+    files.redirect_stderr()
     try:
         shim = _launch(files, request, state, lock)
     except (RefusedError, OSError) as error:
@@ -209,13 +241,6 @@ def _existing_reply(files: AttemptFiles) -> dict[str, Any]:
         message = "attempt %s was abandoned before it started; use a new attempt" % files.attempt_id
         raise RefusedError("Tombstone", message)
     return {"v": 1, "ok": True, "existing": True, "state": state}
-
-
-def redirect_stderr(files: AttemptFiles) -> None:
-    """Let this process write its own trouble to the attempt's shim.log."""
-    fd = os.open(files.path("shim.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    os.dup2(fd, 2)
-    os.close(fd)
 
 
 def _launch(files: AttemptFiles, request: StartRequest, state: dict[str, Any], lock: int) -> AttemptShim:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
-import uuid
 from typing import Any
 
 RECORD_VERSION = 1
@@ -56,6 +56,13 @@ def note(text: str) -> None:
         os.write(2, (text.rstrip("\n") + "\n").encode("utf-8", "replace"))
 
 
+def note_exception() -> None:
+    """Leave the present traceback on stderr, without the traceback module, which is slow to load."""
+    with contextlib.suppress(OSError):
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+
+
 def fsync_folder(path: str) -> None:
     """Make renames and creations in `path` durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -68,7 +75,7 @@ def fsync_folder(path: str) -> None:
 def write_json(path: str, value: Any) -> None:
     """Replace `path` by `value` in one step; readers see the old or the new content, nothing between."""
     folder, name = os.path.split(path)
-    temporary = os.path.join(folder, ".%s.%s.tmp" % (name, uuid.uuid4().hex))
+    temporary = os.path.join(folder, ".%s.%s.tmp" % (name, os.urandom(8).hex()))
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "w", encoding="ascii") as file:
@@ -149,6 +156,12 @@ class AttemptFiles:
             return None if value is None else null_nonfinite(value, "", [])
         except RecursionError:
             return None
+
+    def redirect_stderr(self) -> None:
+        """Let this process write its own trouble to the attempt's shim.log."""
+        fd = os.open(self.path("shim.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        os.dup2(fd, 2)
+        os.close(fd)
 
     def is_acknowledged(self) -> bool:
         """Whether the supervisor has said that it ingested the exit record."""

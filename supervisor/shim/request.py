@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import pwd
-import uuid
 from typing import Any
 
 from .proc import signal_number
@@ -44,7 +43,7 @@ class StartRequest:
         limits = body.get("limits") if isinstance(body.get("limits"), dict) else {}
         self.min_free_bytes = int(_number((limits or {}).get("min_free_bytes") or 0, "limits.min_free_bytes"))
         self.use_cgroup = body.get("cgroup", "auto") != "off"
-        self.token = uuid.uuid4().hex
+        self.token = os.urandom(16).hex()
 
     def environment(self, run_folder: str) -> dict[str, str]:
         """The trainer's whole environment: defaults, then `env`, then secrets, then our two names."""

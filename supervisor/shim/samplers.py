@@ -36,7 +36,7 @@ def script_argv(python: str, *arguments: str) -> list[str]:
 
 def child_argv(python: str, command: str, *arguments: str) -> list[str]:
     """Argv of a child mode, which ends by itself when this process is gone."""
-    return script_argv(python, command, "--parent", str(os.getpid()), "--", *arguments)
+    return script_argv(python, command, str(os.getpid()), *arguments)
 
 
 def unavailable(reason: str, message: str) -> dict[str, Any]:

@@ -8,18 +8,20 @@ itself. It never restarts the trainer, never decides policy, and its own death d
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import sys
 import time
-import traceback
 from typing import Any
 
 from . import cgroup, locks, logfile
 from .attempt import attempt_request, stop_record
 from .control import ControlServer
 from .proc import Family, identity_of, is_alive, open_pidfd, signal_identity, signal_number
-from .records import AttemptFiles, RefusedError, note, read_json, write_json
-from .request import parse_stop_policy
+from .records import AttemptFiles, RefusedError, note, note_exception, read_json, write_json
+from .request import MAX_REQUEST_BYTES, parse_stop_policy
+from .spawn import detach
 from .stop import LEFTOVER_TERM_S, StopPlan
 
 HEARTBEAT_S = 5.0
@@ -71,7 +73,7 @@ class AttemptShim:
             try:
                 is_over = self._turn()
             except Exception:  # noqa: BLE001 - a shim that dies loses the exit status; it notes and goes on
-                note(traceback.format_exc())
+                note_exception()
                 time.sleep(TICK_S)
         self._server.close()
 
@@ -336,6 +338,20 @@ class AttemptShim:
             return logfile.last_lines(self.state["log_path"])
         except RefusedError as failure:
             return ["[%s]" % failure.message]
+
+
+def run_adopt(root: str, attempt_id: str) -> int:
+    """Handle `adopt`: detach, take over the attempt, carry out the stop request that stdin holds."""
+    stop = json.loads(sys.stdin.buffer.read(MAX_REQUEST_BYTES))
+    if os.fork():
+        return 0
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    detach(keep=[])
+    files = AttemptFiles(root, attempt_id)
+    files.redirect_stderr()
+    return 0 if adopt(root, attempt_id, stop) else 1
 
 
 def adopt(root: str, attempt_id: str, stop: dict[str, Any]) -> bool:

@@ -11,11 +11,10 @@ import json
 import os
 import threading
 import time
-import traceback
 from typing import Any, Callable
 
 from . import control, logfile
-from .records import LIVE_PHASES, AttemptFiles, RefusedError, list_attempts, note, null_nonfinite
+from .records import LIVE_PHASES, AttemptFiles, RefusedError, list_attempts, note_exception, null_nonfinite
 
 INTERVAL_S = 0.25
 CONTACT_S = 15.0
@@ -61,7 +60,7 @@ class FileWatcher:
                         target.look()
                 self._keep_contact()
             except Exception:  # noqa: BLE001 - thread boundary: one bad file must not end the telemetry
-                note(traceback.format_exc())
+                note_exception()
             time.sleep(INTERVAL_S)
 
     def _keep_contact(self) -> None:

@@ -27,7 +27,7 @@ from supervisor.domain.errors import (
 from supervisor.transport.base import Channel
 
 SUPPORTED_APIS = (1,)
-EFFECT_OPS = frozenset({"stop", "signal"})
+EFFECT_OPS = frozenset({"start", "stop", "signal"})
 MAX_FRAME_BYTES = 64 << 20
 MAX_NOISE_BYTES = 1 << 20
 

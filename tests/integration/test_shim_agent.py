@@ -59,6 +59,42 @@ def test_list_shows_every_attempt_with_its_evidence(bench: ShimBench) -> None:
     assert attempts["b1"]["shim_alive"] is True
 
 
+def test_start_through_the_agent_is_a_start_like_any_other(bench: ShimBench) -> None:
+    agent = bench.agent()
+    body = bench.body("a1", "--hang", secrets={"KEY": "value"})
+
+    first = agent.result("start", request=body)
+    again = agent.result("start", request=body)
+    held = agent.ask("start", request=bench.body("a2", "--hang"))
+    failed = agent.ask("start", request=bench.body("b1", argv=["/no/such/program"], run_id="run-2"))
+    bad = agent.ask("start", request=[1])
+    agent.close()
+
+    assert (first["existing"], again["existing"]) == (False, True)
+    assert first["state"]["identity"] == again["state"]["identity"]
+    assert held["error"]["reason"] == "LockHeld"
+    assert (failed["error"]["reason"], failed["error"]["errno"]) == ("ExecFailed", 2)
+    assert bad["error"]["reason"] == "BadRequest"
+    assert agent.process.returncode == 0
+    assert is_alive(first["state"]["identity"]) is True, "it outlives the agent that started it"
+    assert is_alive(first["state"]["shim"]) is True
+    names = {path.readlink().name for path in Path(f"/proc/{first['state']['identity']['pid']}/fd").iterdir()}
+    assert names == {"null", "a1.log", "attempt.lock", "run-run-1"}
+
+
+def test_launcher_of_an_agent_ends_with_it_and_holds_none_of_its_streams(bench: ShimBench) -> None:
+    agent = bench.agent()
+    pid = agent.process.pid
+    launcher = Path("/proc") / Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
+    streams = {path.readlink() for path in (Path(f"/proc/{pid}") / "fd").iterdir()}
+    held = {path.readlink() for path in (launcher / "fd").iterdir()}
+
+    agent.kill()
+
+    assert {link for link in held & streams if str(link) != "/dev/null"} == set()
+    wait_for(lambda: not launcher.exists(), "launcher gone")
+
+
 def test_damaged_record_is_unknown_and_harms_no_other(bench: ShimBench) -> None:
     bench.start("b1", "--hang")
     for name, text in (
