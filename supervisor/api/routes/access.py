@@ -91,7 +91,7 @@ async def open_session(
     response.set_cookie(
         COOKIE_NAME,
         cookie,
-        expires=row.expires_at,
+        max_age=int(auth.SESSION_LIFE.total_seconds()),
         path="/",
         httponly=True,
         samesite="strict",
