@@ -65,7 +65,7 @@ class Settings(BaseSettings):
     log_format: Literal["auto", "console", "json"] = "auto"
     allowed_hosts: tuple[str, ...] = ()
     """Names under which a browser may address the daemon, beside its own address and localhost."""
-    is_behind_proxy: bool = Field(default=False, alias="behind_proxy", validation_alias="behind_proxy")
+    behind_proxy: bool = False
     """A proxy in front ends TLS: allows an address that others can reach, and marks cookies Secure."""
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -98,12 +98,17 @@ class Settings(BaseSettings):
     def _is_safe(self) -> Settings:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together")
-        if not is_loopback(self.host) and self.tls_cert is None and not self.is_behind_proxy:
+        if not is_loopback(self.host) and self.tls_cert is None and not self.behind_proxy:
             raise ValueError(
                 f"host {self.host} can be reached by others: give tls_cert and tls_key, or set "
                 "behind_proxy = true when a proxy in front ends TLS"
             )
         return self
+
+    @property
+    def is_behind_proxy(self) -> bool:
+        """Whether browsers reach us through TLS that a proxy ends."""
+        return self.behind_proxy
 
     @property
     def database_target(self) -> str:

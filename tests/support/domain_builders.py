@@ -51,14 +51,16 @@ class FakeClock:
 
 @contextmanager
 def open_store(folder: Path, *, clock: FakeClock | None = None, **options: Any) -> Iterator[Store]:
-    """A migrated store in a folder, closed at the end."""
+    """A migrated store in a folder, closed at the end; a file that is there is checked and migrated."""
     path = folder / "supervisor.db"
-    if not path.exists():
+    is_new = not path.exists()
+    if is_new:
         create_file(path)
         path.write_bytes(_migrated_file())
     store = Store(path, clock=clock or FakeClock(), **options)
     try:
-        store.migrate()
+        if not is_new:
+            store.migrate()
         yield store
     finally:
         store.close()

@@ -1,0 +1,419 @@
+"""Runs as services: intent with its event, refusals with reasons, idempotent stops, plans without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlmodel import Session, func, select
+
+from supervisor.domain.errors import ConfigError, ConflictError, NotFoundError, RequestError
+from supervisor.domain.restart import Ledger
+from supervisor.services import nodes, runs, views
+from supervisor.store.facts import desired_of, has_new_checkpoint, history_of
+from supervisor.store.queries import deployment_for_run, list_open_operations
+from supervisor.store.tables import Attempt, Deployment, Event, Operation, Run
+from supervisor.store.writer import Store
+from tests.support.domain_builders import T0, FakeClock, make_attempt, make_run, make_spec, open_store
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: FakeClock) -> Iterator[Store]:
+    with open_store(tmp_path, clock=clock) as opened:
+        opened.write_sync(make_run)
+        yield opened
+
+
+def change(store: Store, function: Callable[..., Any], **arguments: Any) -> Any:
+    return store.write_sync(lambda session: function(session, the_run(session), **arguments))
+
+
+def the_run(session: Session) -> Run:
+    return runs.get_run(session, "slammed")
+
+
+def look(store: Store) -> Run:
+    return store.read_sync(the_run)
+
+
+def events(store: Store) -> list[Event]:
+    return list(store.read_sync(lambda session: session.exec(select(Event).order_by(Event.id)).all()))  # type: ignore[arg-type]
+
+
+def with_attempt(store: Store, state: str, **changes: Any) -> Attempt:
+    return store.write_sync(lambda session: make_attempt(session, the_run(session), state=state, **changes))
+
+
+def everything(store: Store) -> list[Any]:
+    def dump(session: Session) -> list[Any]:
+        rows = [session.exec(select(table)).all() for table in (Run, Attempt, Operation, Event)]
+        return [[row.model_dump() for row in found] for found in rows]
+
+    return store.read_sync(dump)
+
+
+def test_storing_the_same_spec_again_changes_nothing(store: Store) -> None:
+    before = everything(store)
+    store.write_sync(make_run)
+    assert everything(store) == before
+
+
+def test_a_changed_spec_is_the_next_generation(store: Store) -> None:
+    store.write_sync(lambda session: make_run(session, env={"A": "1"}))
+    run = look(store)
+    assert (run.generation, run.spec["env"]) == (2, {"A": "1"})
+    assert events(store)[-1].reason == "RunChanged"
+
+
+def test_a_spec_for_an_unknown_node_is_refused(store: Store) -> None:
+    with pytest.raises(NotFoundError, match="no node is called elsewhere") as caught:
+        store.write_sync(lambda session: runs.put_run(session, make_spec(node="elsewhere"), actor="t"))
+    assert caught.value.hint
+    assert "node ls" in caught.value.hint
+
+
+def test_a_live_run_does_not_move(store: Store) -> None:
+    with_attempt(store, "ready")
+
+    def move(session: Session) -> None:
+        nodes.add_node(session, name="other", transport="local", actor="t")
+        runs.put_run(session, make_spec(node="other"), actor="t")
+
+    with pytest.raises(ConflictError, match="cannot move"):
+        store.write_sync(move)
+
+
+def test_a_patch_merges_tables_and_checks_the_result(store: Store) -> None:
+    run = change(store, runs.patch_run, changes={"restart": {"burst": 3}}, actor="t", expected_version=1)
+    assert (run.spec["restart"]["burst"], run.spec["restart"]["base_s"]) == (3, 10)
+    with pytest.raises(ConfigError, match="burst"):
+        change(store, runs.patch_run, changes={"restart": {"burst": 0}}, actor="t")
+    with pytest.raises(RequestError, match="renamed"):
+        change(store, runs.patch_run, changes={"name": "other"}, actor="t")
+    with pytest.raises(ConflictError) as caught:
+        change(store, runs.patch_run, changes={"env": {"A": "1"}}, actor="t", expected_version=1)
+    assert caught.value.reason == "StaleVersion"
+
+
+def test_a_start_is_intent_operation_and_event_in_one(store: Store) -> None:
+    operation = change(store, runs.request_start, actor="token/a", request_id="q1")
+    run = look(store)
+    assert (run.desired, run.intent, run.desired_actor) == ("running", 1, "token/a")
+    assert (operation.kind, operation.status, operation.intent) == ("start", "pending", 1)
+    event = events(store)[-1]
+    assert (event.reason, event.actor, event.operation_id, event.request_id) == (
+        "StartRequested",
+        "token/a",
+        operation.id,
+        "q1",
+    )
+
+
+@pytest.mark.parametrize("state", [None, "planned", "launching", "started", "ready"])
+def test_starting_a_live_run_is_refused(store: Store, state: str | None) -> None:
+    change(store, runs.request_start, actor="t")
+    if state:
+        with_attempt(store, state)
+    with pytest.raises(ConflictError) as caught:
+        change(store, runs.request_start, actor="t")
+    assert caught.value.reason == "AlreadyRunning"
+    assert caught.value.hint
+    assert "dflashctl" in caught.value.hint
+
+
+def test_a_start_lifts_a_hold_and_gives_fresh_counters(store: Store) -> None:
+    change(store, runs.request_start, actor="t")
+    with_attempt(store, "failed")
+
+    def hold(session: Session) -> None:
+        run = the_run(session)
+        run.hold = {"reason": "CrashLoop", "message": "six", "since": T0.isoformat(), "intent": 1}
+        run.ledger = Ledger(streak=6, restarts=6, uncounted=(T0,)).to_json()
+        run.next_start_at = T0
+        session.add(run)
+
+    store.write_sync(hold)
+    assert store.read_sync(lambda session: views.run_view(session, the_run(session)))["phase"] == "held"
+    change(store, runs.request_start, actor="t")
+    run = look(store)
+    ledger = Ledger.from_json(run.ledger)
+    assert (run.hold, run.next_start_at, ledger.streak, ledger.restarts) == (None, None, 0, 0)
+    assert ledger.uncounted == (T0,)
+
+
+def test_a_quarantined_run_cannot_be_started_or_restarted(store: Store) -> None:
+    with_attempt(store, "quarantined")
+    for request in (runs.request_start, runs.request_restart):
+        with pytest.raises(ConflictError, match="quarantined") as caught:
+            change(store, request, actor="t")
+        assert caught.value.reason == "Quarantined"
+
+
+def test_stopping_a_stopped_run_is_done_at_once(store: Store) -> None:
+    operation = change(store, runs.request_stop, actor="t")
+    assert (operation.status, operation.result["state"]) == ("done", "stopped")
+    assert look(store).intent == 0
+
+
+def test_a_stop_supersedes_what_was_under_way_and_is_given_once(store: Store) -> None:
+    start = change(store, runs.request_start, actor="t")
+    with_attempt(store, "ready")
+    first = change(store, runs.request_stop, actor="t", reason="lunch", save=False)
+    second = change(store, runs.request_stop, actor="t")
+    assert first.id == second.id
+    run = look(store)
+    assert (run.desired, run.stop_request) == ("stopped", {"save": False, "reason": "lunch"})
+    ended = store.read_sync(lambda session: session.get(Operation, start.id))
+    assert ended is not None
+    assert ended.status == "superseded"
+    assert len(store.read_sync(lambda session: list_open_operations(session, run_id=run.id))) == 1
+
+
+def test_a_stop_ends_a_backoff(store: Store) -> None:
+    change(store, runs.request_start, actor="t")
+    with_attempt(store, "failed")
+    operation = change(store, runs.request_stop, actor="t")
+    assert operation.status == "done"
+    assert look(store).desired == "stopped"
+
+
+def test_a_start_during_a_stop_is_taken(store: Store) -> None:
+    change(store, runs.request_start, actor="t")
+    with_attempt(store, "stopping")
+    change(store, runs.request_stop, actor="t")
+    operation = change(store, runs.request_start, actor="t")
+    assert operation.status == "pending"
+    assert look(store).desired == "running"
+
+
+def test_a_restart_carries_its_wishes(store: Store) -> None:
+    change(store, runs.request_start, actor="t")
+    with_attempt(store, "ready")
+    change(store, runs.request_restart, actor="t", when="next_checkpoint", resume="scratch", save=False)
+    desired = store.read_sync(lambda session: desired_of(session, the_run(session)))
+    assert desired.restart is not None
+    assert (desired.restart.intent, desired.intent) == (2, 2)
+    assert (desired.restart.when, desired.restart.resume, desired.restart.save) == (
+        "next_checkpoint",
+        "scratch",
+        False,
+    )
+
+
+@pytest.mark.parametrize("arguments", [{"when": "later"}, {"resume": "checkpoint"}, {"resume": "/a\0b"}])
+def test_a_restart_with_a_wrong_wish_changes_nothing(store: Store, arguments: dict[str, Any]) -> None:
+    before = everything(store)
+    with pytest.raises(RequestError):
+        change(store, runs.request_restart, actor="t", **arguments)
+    assert everything(store) == before
+
+
+def test_a_loss_can_be_declared_only_of_what_may_be_lost(store: Store) -> None:
+    with pytest.raises(ConflictError, match="no live attempt"):
+        change(store, runs.request_declare_lost, actor="t", reason="burnt")
+    attempt = with_attempt(store, "ready")
+
+    def alive(session: Session) -> None:
+        run = the_run(session)
+        run.conditions = [{"type": kind, "status": "true"} for kind in ("Alive", "Reachable")]
+        session.add(run)
+
+    change(store, runs.request_declare_lost, actor="t", reason="burnt")
+    assert look(store).declare_lost == {
+        "attempt_id": attempt.id,
+        "actor": "t",
+        "reason": "burnt",
+        "force": False,
+    }
+    store.write_sync(alive)
+    with pytest.raises(ConflictError, match="is alive"):
+        change(store, runs.request_declare_lost, actor="t", reason="burnt")
+
+
+def deploy(session: Session, name: str, *, sequence: int) -> None:
+    node = nodes.get_node(session, "local")
+    session.add(Deployment(id=name, node_id=node.id, sequence=sequence, state="ready", created_at=T0))
+    node.current_deployment_id = name
+    session.add(node)
+    session.flush()
+
+
+def test_a_rollback_pins_the_pair_before_and_a_pin_of_a_revert_ends_with_a_newer_deploy(store: Store) -> None:
+    with pytest.raises(ConflictError, match="never run on another"):
+        change(store, runs.request_rollback, actor="t")
+    for number, name in enumerate(("d1", "d2"), 1):
+        store.write_sync(lambda session, name=name, number=number: deploy(session, name, sequence=number))
+        with_attempt(store, "stopped", deployment_id=name)
+    operation = change(store, runs.request_rollback, actor="t")
+    assert operation.kind == "rollback"
+
+    def pair(session: Session) -> str | None:
+        found = deployment_for_run(session, the_run(session))
+        return found.id if found else None
+
+    assert store.read_sync(pair) == "d1"
+
+    def against(session: Session) -> None:
+        run = the_run(session)
+        run.pinned_against_id = "d2"
+        session.add(run)
+
+    store.write_sync(against)
+    assert store.read_sync(pair) == "d1"
+    store.write_sync(lambda session: deploy(session, "d3", sequence=3))
+    assert store.read_sync(pair) == "d3"
+
+
+def test_a_run_is_removed_only_when_nobody_wants_it(store: Store) -> None:
+    change(store, runs.request_start, actor="t")
+    with pytest.raises(ConflictError, match="waiting for its next attempt"):
+        change(store, runs.delete_run, actor="t")
+    with_attempt(store, "failed")
+    change(store, runs.request_stop, actor="t")
+    change(store, runs.delete_run, actor="t")
+    left = store.read_sync(lambda session: session.exec(select(func.count()).select_from(Attempt)).one())
+    assert left == 0
+    assert events(store)[-1].reason == "RunRemoved"
+
+
+def test_attempts_are_paged_newest_first(store: Store) -> None:
+    for _ in range(5):
+        with_attempt(store, "failed")
+    page = store.read_sync(lambda session: runs.list_attempts(session, the_run(session), limit=2))
+    rest = store.read_sync(lambda session: runs.list_attempts(session, the_run(session), before=4, limit=9))
+    assert [item.number for item in page] == [5, 4]
+    assert [item.number for item in rest] == [3, 2, 1]
+    with pytest.raises(RequestError, match="limit"):
+        store.read_sync(lambda session: runs.list_attempts(session, the_run(session), limit=0))
+
+
+# --- plans ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [None, "ready", "failed"])
+@pytest.mark.parametrize(
+    ("plan", "arguments"),
+    [
+        (runs.plan_start, {}),
+        (runs.plan_stop, {"save": False}),
+        (runs.plan_restart, {"when": "next_checkpoint"}),
+    ],
+)
+def test_a_plan_changes_nothing(
+    store: Store, state: str | None, plan: Any, arguments: dict[str, Any]
+) -> None:
+    if state:
+        with_attempt(store, state)
+    before = everything(store)
+    shown = store.read_sync(lambda session: plan(session, the_run(session), **arguments))
+    assert everything(store) == before
+    assert {"action", "summary", "steps", "costs", "risks", "would_refuse"} <= set(shown)
+
+
+def test_a_restart_plan_knows_its_cost_from_earlier_attempts(store: Store, clock: FakeClock) -> None:
+    def build(session: Session) -> None:
+        run = the_run(session)
+        times = {"ready_at": 7, "stopping_at": 10, "ended_at": 11}
+        old = {name: T0.replace(minute=minute) for name, minute in times.items()}
+        make_attempt(session, run, state="stopped", **old)
+        live = make_attempt(session, run, state="ready", gpus=[{"index": 0}, {"index": 1}])
+        live.last_checkpoint = {"step": 5, "path": "/c", "saved_at": T0.timestamp()}
+
+    store.write_sync(build)
+    clock.move(600)
+    plan = store.read_sync(lambda session: runs.plan_restart(session, the_run(session)))
+    assert plan["costs"]["lost_s"] == 600
+    assert plan["costs"]["overhead_s"] == 480
+    assert plan["costs"]["now_gpu_s"] == 2 * 1080
+    assert plan["costs"]["recommendation"] == "next_checkpoint"
+    assert [step["action"] for step in plan["steps"]][:2] == ["ask", "term"]
+    assert "train_slammed3.log" in str(plan["steps"])
+
+
+def test_a_start_plan_says_what_would_be_refused(store: Store) -> None:
+    change(store, runs.request_start, actor="t")
+    with_attempt(store, "ready")
+    plan = store.read_sync(lambda session: runs.plan_start(session, the_run(session)))
+    assert plan["would_refuse"]["reason"] == "AlreadyRunning"
+
+
+# --- views and facts -----------------------------------------------------------------------------------
+
+
+def test_a_view_shows_phase_budget_and_newest_attempt(store: Store, clock: FakeClock) -> None:
+    change(store, runs.request_start, actor="t")
+    with_attempt(store, "ready", last_status={"phase": "training", "step": 3}, last_status_at=T0)
+    clock.move(5)
+    view = store.read_sync(lambda session: views.run_view(session, the_run(session), clock))
+    assert (view["phase"], view["desired"], view["attempt"]["number"]) == ("running", "running", 1)
+    assert view["status_age_s"] == 5
+    assert view["restarts"]["remaining"]["restarts"] == 20
+    assert view["gpu"]["reason"] == "NoSample"
+    assert (view["metrics"], view["queue"]) == (None, None)
+    assert view["attempt"]["duration_s"] == 5
+
+
+def test_drift_explain_and_checkpoints_are_shown(store: Store) -> None:
+    first = {"step": 1, "path": "/c/1", "saved_at": 1.0}
+    with_attempt(store, "failed", last_checkpoint=first)
+    with_attempt(store, "ready", last_checkpoint={**first, "step": 2, "path": "/c/2"})
+
+    def drift(session: Session) -> None:
+        run = the_run(session)
+        run.drift = {"class": "capability", "changes": [{"name": "nvidia-ml-py"}], "first_seen_at": "x"}
+        run.last_decision = {"reason": "InSync"}
+        session.add(run)
+
+    store.write_sync(drift)
+    shown = store.read_sync(lambda session: views.drift_view(session, the_run(session)))
+    assert (shown["is_drifted"], shown["class"], shown["action"]) == (
+        True,
+        "capability",
+        "at_next_checkpoint",
+    )
+    explained = store.read_sync(lambda session: views.explain_view(session, the_run(session)))
+    assert explained["decision"]["reason"] == "InSync"
+    assert [item["number"] for item in explained["attempts"]] == [2, 1]
+    found = store.read_sync(lambda session: views.checkpoint_views(session, the_run(session)))
+    assert [item["path"] for item in found] == ["/c/2", "/c/1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"last_checkpoint": {"step": 5}, "first_checkpoint_step": None}, True),
+        ({"last_checkpoint": {"step": 5}, "first_checkpoint_step": 4}, True),
+        ({"last_checkpoint": {"step": 5}, "first_checkpoint_step": 5}, False),
+        ({}, False),
+        ({"state": "lost"}, None),
+        ({"stop": {"cause": "drift"}}, None),
+        ({"stop": {"cause": "ready_timeout"}}, False),
+        ({"spec": {"command": {"argv": ["/x"]}}}, None),
+        ({"spec": {"command": {"argv": ["/x"]}}, "last_status": {"phase": "training"}}, False),
+    ],
+)
+def test_progress_is_known_or_unknown(store: Store, changes: dict[str, Any], expected: Any) -> None:
+    fields = {"state": "failed", **changes}
+    attempt = with_attempt(store, **fields)
+    assert has_new_checkpoint(attempt) is expected
+
+
+def test_history_reads_back_what_was_stored(store: Store) -> None:
+    change(store, runs.request_start, actor="t")
+    with_attempt(
+        store, "failed", reason="ReadyTimeout", trigger="drift", exit_record={"last_lines": ["boom"]}
+    )
+    history = store.read_sync(lambda session: history_of(session, the_run(session)))
+    assert history.newest is not None
+    assert (history.newest.reason, history.newest.trigger, history.newest.last_lines) == (
+        "ReadyTimeout",
+        "drift",
+        ("boom",),
+    )
