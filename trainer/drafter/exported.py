@@ -16,7 +16,7 @@ from trainer.errors import CheckpointError, ConfigError
 
 
 def load_drafter(
-    directory: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    directory: Path | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> Drafter:
     """Load an exported drafter; strict where serving engines are lenient.
 
@@ -28,7 +28,7 @@ def load_drafter(
     Raises:
         CheckpointError: anything missing, extra, misnamed, misshapen or contradictory.
     """
-    exported = read_export(directory)
+    exported = read_export(Path(directory))
     try:
         config = DrafterConfig(**exported.fields)
     except ConfigError as error:
