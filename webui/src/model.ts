@@ -76,7 +76,7 @@ export interface Run {
   name: string;
   node: string;
   phase: string;
-  desired: { state: string; reason: string; actor: string; at: string };
+  desired: string;
   generation: number;
   conditions: Condition[];
   attempt: Attempt | null;
@@ -104,6 +104,7 @@ export interface Event {
   reason: string;
   message: string;
   level: string;
+
 }
 
 export interface Plan {

@@ -28,7 +28,7 @@ export function Conditions({ conditions }: { conditions: Condition[] }) {
   return (
     <details open={conditions.some((condition) => condition.status === "false")}>
       <summary>Conditions ({conditions.filter((condition) => condition.status === "true").length} of {conditions.length} true)</summary>
-      <div class="scroll">
+      <div class="scroll" tabIndex={0}>
         <table>
           <tbody>
             {conditions.map((condition) => (
@@ -63,7 +63,7 @@ export function Attempts({ attempts, selected, onSelect }: AttemptsProps) {
       <h2>Attempts</h2>
       {attempts.length === 0 && <p class="soft">none yet</p>}
       {attempts.length > 0 && (
-        <div class="scroll">
+        <div class="scroll" tabIndex={0}>
           <table>
             <thead><tr><th>No.</th><th>State</th><th>Why it began</th><th>Why it ended</th><th>Started</th><th>Ran</th><th>Log</th></tr></thead>
             <tbody>
@@ -92,7 +92,7 @@ export function Events({ events }: { events: Event[] }) {
       <h2>Events</h2>
       {events.length === 0 && <p class="soft">none yet</p>}
       {events.length > 0 && (
-        <div class="scroll">
+        <div class="scroll" tabIndex={0}>
           <table>
             <tbody>
               {events.map((event) => (

@@ -81,7 +81,7 @@ export function RunList() {
         </div>
       )}
       {shown && shown.length > 0 && (
-        <div class="card scroll">
+        <div class="card scroll" tabIndex={0}>
           <table>
             <thead>
               <tr><th>Run</th><th>Phase</th><th class="number">Attempt</th><th class="number">Step</th><th class="number">Loss</th><th class="number">EAL</th><th class="number">Tokens/s</th><th>Since</th><th>Actions</th></tr>
