@@ -21,7 +21,7 @@ from .control import ControlServer
 from .proc import identity_of
 from .records import AttemptFiles, RefusedError, check_id, dumps, fsync_folder, note_exception, write_json
 from .request import MAX_REQUEST_BYTES, StartRequest, parse_start
-from .spawn import PausedTrainer, detach
+from .spawn import PausedTrainer, Program, detach
 from .supervise import AttemptShim
 
 REPLY_DEADLINE_S = 60.0
@@ -254,7 +254,8 @@ def _launch(files: AttemptFiles, request: StartRequest, state: dict[str, Any], l
     server = ControlServer(files.folder)
     write_json(files.path("spec.json"), request.spec)
     log = _create_log(request.log_path)
-    trainer = PausedTrainer(request.argv, request.cwd, request.environment(files.folder), log, held)
+    environment = request.environment(files.folder)
+    trainer = PausedTrainer(Program(request.argv, request.cwd, environment, log, held))
     os.close(log)
     try:
         _record(files, request, state, trainer.pid)

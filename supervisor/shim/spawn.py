@@ -13,7 +13,7 @@ import errno
 import json
 import os
 import signal
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from .records import RefusedError, dumps
 
@@ -70,10 +70,10 @@ def reset_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-class PausedTrainer:
-    """A forked child that executes the trainer when `release` is called, and ends if it never is.
+class Program(NamedTuple):
+    """What is to be executed, and with what.
 
-    Args:
+    Attributes:
         argv: program and arguments; a program without a slash is looked for in the PATH of `environment`.
         cwd: folder to start in; None means HOME, or `/` where that does not exist.
         environment: the whole environment of the trainer.
@@ -81,16 +81,24 @@ class PausedTrainer:
         locks: descriptors it inherits.
     """
 
-    def __init__(
-        self, argv: list[str], cwd: str | None, environment: dict[str, str], log: int, locks: list[int]
-    ) -> None:
-        self._argv = argv
+    argv: list[str]
+    cwd: str | None
+    environment: dict[str, str]
+    log: int
+    locks: list[int]
+
+
+class PausedTrainer:
+    """A forked child that executes the program when `release` is called, and ends if it never is."""
+
+    def __init__(self, program: Program) -> None:
+        self._argv = program.argv
         go_reader, self._go = os.pipe()
         self._errors, error_writer = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self._go)
-            _become_trainer(argv, cwd, environment, log, locks, go_reader, error_writer)
+            _become_trainer(program, go_reader, error_writer)
         os.close(go_reader)
         os.close(error_writer)
 
@@ -123,17 +131,9 @@ def _exec_failure(report: dict[str, Any], argv: list[str]) -> RefusedError:
     return RefusedError("ExecFailed", message, number, path=path, step=report["step"], argv=argv)
 
 
-def _become_trainer(
-    argv: list[str],
-    cwd: str | None,
-    environment: dict[str, str],
-    log: int,
-    locks: list[int],
-    go_reader: int,
-    error_writer: int,
-) -> NoReturn:
+def _become_trainer(program: Program, go_reader: int, error_writer: int) -> NoReturn:
     """In the forked child: own session, own streams, then exec; a failure goes up the pipe."""
-    step, path = "prepare", argv[0]
+    step, path = "prepare", program.argv[0]
     try:
         os.setsid()
         if os.read(go_reader, 1) != b"g":
@@ -141,17 +141,17 @@ def _become_trainer(
         reset_signals()
         null = os.open("/dev/null", os.O_RDONLY)
         os.dup2(null, 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        for fd in locks:
+        os.dup2(program.log, 1)
+        os.dup2(program.log, 2)
+        for fd in program.locks:
             os.set_inheritable(fd, True)
-        close_descriptors([0, 1, 2, error_writer, *locks])
+        close_descriptors([0, 1, 2, error_writer, *program.locks])
         os.umask(0o022)
-        home = environment["HOME"]
-        step, path = "change folder to", cwd or (home if os.path.isdir(home) else "/")
+        home = program.environment["HOME"]
+        step, path = "change folder to", program.cwd or (home if os.path.isdir(home) else "/")
         os.chdir(path)
-        step, path = "execute", argv[0]
-        os.execvpe(argv[0], argv, environment)  # noqa: S606 - explicit argv without a shell is the point
+        step, path = "execute", program.argv[0]
+        os.execvpe(path, program.argv, program.environment)  # noqa: S606 - no shell is the point
     except BaseException as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
         number = error.errno if isinstance(error, OSError) else None
         report = {"step": step, "path": path, "errno": number, "text": type(error).__name__}

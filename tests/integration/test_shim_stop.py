@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -332,3 +333,24 @@ def test_what_survives_sigkill_is_quarantined_until_it_is_gone(bench: ShimBench)
         final = bench.wait_exit("a1")
         wait_for(lambda: not freezer.rmdir(), "freezer removed")
     assert (final["signal"], final["quarantined"]) == (signal.SIGKILL, False)
+
+
+def test_stop_that_arrives_during_the_launch_ends_stopped_without_an_orphan(bench: ShimBench) -> None:
+    agent = bench.agent()
+    for turn in range(6):
+        attempt = f"a{turn}"
+        body = json.dumps(bench.body(attempt, "--hang", run_id=f"run-{turn}", stop=SHORT)).encode()
+        starter = subprocess.Popen(bench.command("start"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert starter.stdin is not None
+        starter.stdin.write(body)
+        starter.stdin.close()
+        wait_for(bench.folder(attempt).exists, "launch began")
+
+        agent.result("stop", attempt_id=attempt, stop_id="s1", reason="early", actor="me", save=True)
+
+        starter.wait(30)
+        assert starter.stdout is not None
+        starter.stdout.close()
+        record = bench.wait_exit(attempt)
+        assert record["stop_id"] == "s1"
+        assert is_alive(bench.read(attempt, "state.json")["identity"]) is False
