@@ -90,7 +90,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     (packages,) = (folder / "venv" / "lib").glob("python3*/site-packages")
     shutil.copy(SUPPORT / "fake_nvml" / "pynvml.py", packages)
     (folder / "scene.json").write_text(json.dumps(SCENE))
-    # the agent's environment is built explicitly, so the scene's place is told by the interpreter's own folder
+    # the agent's environment is built explicitly, so the interpreter tells the scene's place
     line = f"import os; os.environ.setdefault('FAKE_NVML', {str(folder / 'scene.json')!r})\n"
     (packages / "scene.pth").write_text(line)
     words = [
