@@ -179,6 +179,9 @@ class Trainer:
             self._resolved.run_dir / "startup.json", {"v": 1, "capabilities": capabilities.report(found)}
         )
         capabilities.require(found)
+        for entry in found:
+            if entry.level != "off" and not entry.is_on:
+                self._status.set_degraded(entry.name, entry.reason)
         sinks: list[Sink] = [JsonlSink(self._resolved.run_dir, max_bytes=config.telemetry.metrics_max_bytes)]
         if mode != "disabled" and capabilities.has_module("wandb"):
             sinks.append(
@@ -190,6 +193,7 @@ class Trainer:
                     config=config.as_dict(),
                     init_timeout_s=config.wandb.init_timeout_s,
                     finish_timeout_s=config.wandb.finish_timeout_s,
+                    on_trouble=functools.partial(self._status.set_degraded, "wandb"),
                 )
             )
         for note in self._resolved.notes:

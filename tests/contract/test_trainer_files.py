@@ -22,6 +22,7 @@ STATUS = {
     "last_checkpoint": (dict, type(None)),
     "message": str,
     "stop": (dict, type(None)),
+    "degraded": dict,
 }
 LINE = {
     "v": int,

@@ -56,6 +56,7 @@ class StatusFile:
             "last_checkpoint": None,
             "message": "",
             "stop": None,
+            "degraded": {},
         }
 
     @property
@@ -107,6 +108,12 @@ class StatusFile:
         """Change the message only, and write the file."""
         with self._lock:
             self._record["message"] = message
+        self.write()
+
+    def set_degraded(self, capability: str, reason: str) -> None:
+        """Record that something wanted is off or impaired, and write the file."""
+        with self._lock:
+            self._record["degraded"] = {**self._record["degraded"], capability: reason}
         self.write()
 
     def checkpoint_saved(self, step: int, path: Path, saved_at: float | None = None) -> None:

@@ -11,7 +11,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,6 +64,7 @@ class WandbSink:
     Args:
         mode: `online` or `offline`; online falls back to offline when the service does not answer in time.
         run_id: fixed id, so that a resumed run continues the same W&B run.
+        on_trouble: told when W&B is not in the mode that was asked for.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class WandbSink:
         config: Mapping[str, Any],
         init_timeout_s: float,
         finish_timeout_s: float,
+        on_trouble: Callable[[str], None],
     ) -> None:
+        self._on_trouble = on_trouble
         self._settings = (run_dir, mode, project, run_id, dict(config), init_timeout_s)
         self._finish_timeout_s = finish_timeout_s
         self._lines: queue.Queue[Mapping[str, Any] | None] = queue.Queue(maxsize=256)
@@ -124,6 +127,7 @@ class WandbSink:
         except Exception as error:  # noqa: BLE001 - the thread boundary: W&B must never end training
             self.state = f"failed: {type(error).__name__}: {error}"
             _LOG.error("W&B is off from here on: %s", self.state)
+            self._on_trouble(self.state)
             self._discard_rest()
 
     def _start(self) -> Any:
@@ -149,8 +153,11 @@ class WandbSink:
                 " ".join(str(error).split())[:200],
                 run_dir,
             )
+            # the failed start still holds the run's id inside W&B's service process
+            wandb.teardown()
             run = wandb.init(mode="offline", settings=wandb.Settings(**fixed), **arguments)
             self.state = "offline (online failed)"
+            self._on_trouble(self.state)
         return run
 
     def _forward(self, run: Any) -> None:

@@ -173,6 +173,9 @@ class FakeWandb(types.ModuleType):
             raise ConnectionError("no route\nto host")
         return self
 
+    def teardown(self):
+        self.modes.append("teardown")
+
     def log(self, values, step):
         if self.hold is not None:
             self.hold.wait(30)
@@ -180,6 +183,9 @@ class FakeWandb(types.ModuleType):
 
     def finish(self):
         self.finished.set()
+
+
+TROUBLE: list[str] = []
 
 
 def make_wandb(tmp_path, mode="online", finish_timeout_s=20.0):
@@ -191,6 +197,7 @@ def make_wandb(tmp_path, mode="online", finish_timeout_s=20.0):
         config={"optim": {"lr": 1}},
         init_timeout_s=15.0,
         finish_timeout_s=finish_timeout_s,
+        on_trouble=TROUBLE.append,
     )
 
 
@@ -216,8 +223,9 @@ def test_wandb_falls_back_to_offline_loudly(monkeypatch, tmp_path, caplog):
     sink = make_wandb(tmp_path)
     sink.close()
 
-    assert fake.modes == ["online", "offline"]
+    assert fake.modes == ["online", "teardown", "offline"]
     assert sink.state == "offline (online failed)"
+    assert TROUBLE[-1] == "offline (online failed)"
     assert "W&B ONLINE FAILED (ConnectionError: no route to host)" in caplog.text
 
 
