@@ -39,12 +39,14 @@ if [ "$1" -gt 16777216 ] && command -v openssl > /dev/null; then openssl dgst -s
 """
 """Shell function: SHA-256 of stdin, of so many bytes; openssl starts slower and hashes much faster."""
 
-_FAIL_FUNCTION = """fail() { rm -f -- "$1"; exit "$2"; }
+# A lost link must not end the script (SIGPIPE) before it has cleaned up.
+_FAIL_FUNCTION = """trap '' PIPE
+fail() { rm -f -- "$1"; exit "$2"; }
 """
 
 # The last line but one removes what a power cut or a lost link left behind a day ago or earlier.
 _RENAME = f"""seen=${{seen%% *}}
-[ "$seen" = "$want" ] || {{ printf %s "$seen"; fail "$1" {_MISMATCH}; }}
+[ "$seen" = "$want" ] || {{ rm -f -- "$1"; printf %s "$seen"; exit {_MISMATCH}; }}
 chmod "$3" "$1" && sync "$1" && mv -fT -- "$1" "$4" || fail "$1" {_RENAME_FAILED}
 sync "${{4%/*}}/"
 find "${{4%/*}}/" -maxdepth 1 -type f -name '{_PART}*' -mmin +1440 -delete

@@ -360,3 +360,16 @@ async def test_a_key_with_a_passphrase_is_named(ssh_host: SshHost) -> None:
         await transport.run(["true"], deadline_s=LIMIT_S)
     assert caught.value.reason == "IdentityEncrypted"
     await transport.close()
+
+
+async def test_what_was_reported_as_not_run_does_not_run_later(ssh_host: SshHost, node: SshTransport) -> None:
+    """The request to open a channel is on its way when the caller leaves; the command must not follow it."""
+    await node.run(["true"], deadline_s=LIMIT_S)
+    ssh_host.link.freeze()
+    with pytest.raises(ConnectError):
+        await node.run(["touch", "/root/ran"], deadline_s=0.5)
+    ssh_host.link.thaw()
+    for _ in range(5):
+        assert (await node.run(["true"], deadline_s=LIMIT_S)).exit_code == 0
+        await asyncio.sleep(0.1)
+    assert not ssh_host.root_path("/root/ran").exists()

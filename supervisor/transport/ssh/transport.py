@@ -8,10 +8,8 @@ status 255 nor -1 says whether a command ran. `pct` is stacked on `execute` and 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -30,8 +28,9 @@ from supervisor.transport.argv import BASE_ENV, Frame, HostCommand, check_argv, 
 from supervisor.transport.base import DEFAULT_MAX_OUTPUT, CommandResult, NodeProbe, Progress
 from supervisor.transport.deadline import Deadline
 from supervisor.transport.framing import FramedOutcome, StreamCollector, conclude
-from supervisor.transport.ssh.channels import Gate, SshChannel, Stream
-from supervisor.transport.ssh.connect import SshTarget, connect, translate
+from supervisor.transport.ssh.channels import SshChannel, Stream
+from supervisor.transport.ssh.connect import SshTarget, translate
+from supervisor.transport.ssh.lanes import LINK_ERRORS, BusyError, Lane, Launch
 
 T = TypeVar("T")
 
@@ -42,35 +41,15 @@ _POOL_THREADS = 8
 _FEEDER_THREADS = 12
 _RETRY_BUSY_S = 0.05
 _QUICK_STDIN_BYTES = 16 << 10
-_LIVENESS_S = 5.0
 _FRESH_TRIES = 2
-_BUSY_CODES = (2, 4)  # connect failed, resource shortage: what sshd says above MaxSessions
-_LINK_ERRORS = (paramiko.SSHException, EOFError, OSError)
-
-_log = logging.getLogger(__name__)
-
-
-class _BusyError(Exception):
-    """The server refused a further session on this connection."""
 
 
 class _NotSentError(Exception):
-    """The connection broke before the command was sent; `cause` says how."""
+    """The connection failed before the command was sent; `cause` says how."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(str(cause))
         self.cause = cause
-
-
-class _Lane:
-    """One connection of a kind (control, bulk): made when needed, shared by all callers."""
-
-    def __init__(self, name: str, channels: int) -> None:
-        self.name = name
-        self.gate = Gate(channels)
-        self.transport: paramiko.Transport | None = None
-        self.connecting: asyncio.Task[paramiko.Transport] | None = None
-        self.is_suspect = False
 
 
 class _Call:
@@ -84,18 +63,6 @@ class _Call:
         self.stderr = StreamCollector(self.frame, max_output)
         self.is_expired = False
         self.cause: BaseException | None = None
-        self.quick_stdin: bytes | None = None
-        self.is_fed = False
-
-    def feed_quickly(self, channel: paramiko.Channel) -> None:
-        """Send a short stdin and EOF at once: the window of a new channel has room for it."""
-        if self.quick_stdin is None:
-            return
-        self.is_fed = True
-        with contextlib.suppress(OSError):  # the command may have ended already, without reading it
-            if self.quick_stdin:
-                channel.sendall(self.quick_stdin)
-            channel.shutdown_write()
 
     @property
     def is_complete(self) -> bool:
@@ -124,11 +91,9 @@ class SshTransport:
     ) -> None:
         self.target = target
         self._clock = clock or SystemClock()
-        self._lanes = {name: _Lane(name, channels) for name in ("control", "bulk")}
+        self._lanes = {name: Lane(name, target, self, channels) for name in ("control", "bulk")}
         self._pool = ThreadPoolExecutor(_POOL_THREADS, thread_name_prefix=f"ssh-{target.host}")
         self._feeders = ThreadPoolExecutor(_FEEDER_THREADS, thread_name_prefix=f"ssh-feed-{target.host}")
-        self._background: set[asyncio.Task[None]] = set()
-        self._is_closed = False
 
     async def run(
         self,
@@ -187,13 +152,8 @@ class SshTransport:
 
     async def close(self) -> None:
         """Close both connections and end the threads."""
-        self._is_closed = True
         for lane in self._lanes.values():
-            if lane.connecting is not None:
-                await asyncio.gather(lane.connecting, return_exceptions=True)
-            if lane.transport is not None:
-                self._discard(lane, lane.transport)
-        await asyncio.gather(*self._background, return_exceptions=True)
+            await lane.close()
         self._pool.shutdown(wait=False)
         self._feeders.shutdown(wait=False)
 
@@ -215,13 +175,14 @@ class SshTransport:
         """
         call = _Call(argv, Deadline(deadline_s, self._clock), max_output)
         command = host_command(prefix, call.frame.script(argv, env=env))
+        quick = None
         if isinstance(stdin, bytes) and len(command.preamble) + len(stdin) <= _QUICK_STDIN_BYTES:
-            call.quick_stdin = command.preamble + stdin
-        stream = await self._start(self._lanes[lane], command, call)
+            quick = command.preamble + stdin
+        stream = await self._start(self._lanes[lane], command, quick, call)
         if stream is None:
             return call.outcome(None)
         feeding = None
-        if not call.is_fed:
+        if quick is None:
             pieces = [stdin] if isinstance(stdin, bytes) else stdin
             feed = stream.feed(itertools.chain([command.preamble], pieces), call.deadline)
             feeding = asyncio.create_task(feed, name="ssh-stdin")
@@ -244,7 +205,7 @@ class SshTransport:
         """Open a channel for a long-lived command; the caller waits for its begin marker."""
         call = _Call(argv, Deadline(deadline_s, self._clock), 0)
         command = host_command(prefix, call.frame.channel_script(argv, env=env))
-        stream = await self._start(self._lanes["control"], command, call)
+        stream = await self._start(self._lanes["control"], command, None, call)
         if stream is None:
             raise OutcomeUnknownError(f"link lost while {argv[0]} was started", argv=argv) from call.cause
         channel = SshChannel(self, stream, call.frame, argv)
@@ -260,16 +221,18 @@ class SshTransport:
         """Run a call that may block while the peer takes no data."""
         return await asyncio.get_running_loop().run_in_executor(self._feeders, function)
 
-    async def _start(self, lane: _Lane, command: HostCommand, call: _Call) -> Stream | None:
+    async def _start(
+        self, lane: Lane, command: HostCommand, stdin: bytes | None, call: _Call
+    ) -> Stream | None:
         """A channel with the command sent on it; None when the link failed after it may have been sent."""
         tries = _FRESH_TRIES
         while True:
             await lane.gate.enter(call.deadline)
             stream = None
             try:
-                stream = await self._start_once(lane, command, call)
+                stream = await self._start_once(lane, Launch(command.text, stdin), call)
                 return stream
-            except _BusyError as error:
+            except BusyError as error:
                 lane.gate.learn_limit()
                 if call.deadline.remaining() <= _RETRY_BUSY_S:
                     message = f"{self.target.host} refuses further sessions (MaxSessions)"
@@ -283,41 +246,31 @@ class SshTransport:
                     await lane.gate.leave()
             await self._clock.sleep(_RETRY_BUSY_S)
 
-    async def _start_once(self, lane: _Lane, command: HostCommand, call: _Call) -> Stream | None:
-        transport = await self._connection(lane, call.deadline)
-        is_sent = False
-
-        def start() -> paramiko.Channel:
-            nonlocal is_sent
-            channel = _open_session(transport, call.deadline.remaining())
-            is_sent = True
-            channel.exec_command(command.text)
-            call.feed_quickly(channel)
-            return channel
-
-        starting = asyncio.ensure_future(self.on_pool(start))
+    async def _start_once(self, lane: Lane, launch: Launch, call: _Call) -> Stream | None:
+        transport = await lane.connection(call.deadline)
+        starting = asyncio.ensure_future(self.on_pool(lambda: launch.run(transport)))
+        starting.add_done_callback(_mark_seen)
         try:
             async with asyncio.timeout(call.deadline.remaining()):
-                channel = await asyncio.shield(starting)
-        except (TimeoutError, asyncio.CancelledError) as error:
-            starting.add_done_callback(_close_late)
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            self._check_alive(lane, transport)
-            call.is_expired = True
-            if not is_sent:
-                raise _NotSentError(error) from error
+                return Stream(self, lane.gate, await asyncio.shield(starting))
+        except asyncio.CancelledError:
+            launch.abandon()
+            lane.spawn(self.on_pool(launch.close))
+            raise
+        except TimeoutError as error:
+            launch.abandon()
+            lane.spawn(self.on_pool(launch.close))
+            lane.check_alive()
+            call.is_expired, call.cause = True, error
+        except LINK_ERRORS as error:
+            lane.discard(transport)
             call.cause = error
-            return None
-        except _LINK_ERRORS as error:
-            self._discard(lane, transport)
-            if not is_sent:
-                raise _NotSentError(error) from error
-            call.cause = error
-            return None
-        return Stream(self, lane.gate, channel)
+        if not launch.is_sent:
+            assert call.cause is not None
+            raise _NotSentError(call.cause) from call.cause
+        return None
 
-    async def _drain(self, lane: _Lane, stream: Stream, call: _Call) -> None:
+    async def _drain(self, lane: Lane, stream: Stream, call: _Call) -> None:
         """Read both streams together until both end markers, the end of the channel, or the deadline."""
         try:
             async with asyncio.timeout(call.deadline.remaining()):
@@ -329,67 +282,9 @@ class SshTransport:
                         return
         except TimeoutError as error:
             call.is_expired, call.cause = True, error
-            if lane.transport is not None:
-                self._check_alive(lane, lane.transport)
-        except _LINK_ERRORS as error:
+            lane.check_alive()
+        except LINK_ERRORS as error:
             call.cause = error
-
-    async def _connection(self, lane: _Lane, deadline: Deadline) -> paramiko.Transport:
-        """The lane's connection; all callers wait for the same attempt to make it."""
-        if self._is_closed:
-            raise ConnectError(f"transport to {self.target.host} is closed", reason="TransportClosed")
-        if lane.transport is not None and lane.transport.is_active():
-            return lane.transport
-        if lane.transport is not None:
-            self._discard(lane, lane.transport)
-        if lane.connecting is None:
-            lane.connecting = asyncio.create_task(self._connect(lane), name=f"ssh-connect-{lane.name}")
-            lane.connecting.add_done_callback(_retrieve)
-        try:
-            async with asyncio.timeout(deadline.remaining()):
-                return await asyncio.shield(lane.connecting)
-        except TimeoutError as error:
-            where = f"{self.target.host}:{self.target.port}"
-            message = f"no connection to {where} within {deadline.seconds:g} s"
-            raise ConnectError(message, reason="ConnectTimeout", deadline_s=deadline.seconds) from error
-
-    async def _connect(self, lane: _Lane) -> paramiko.Transport:
-        try:
-            lane.transport = await self.on_pool(lambda: connect(self.target))
-            _log.info("connected", extra={"host": self.target.host, "lane": lane.name})
-            return lane.transport
-        finally:
-            lane.connecting = None
-
-    def _check_alive(self, lane: _Lane, transport: paramiko.Transport) -> None:
-        """After a missed deadline: was the command slow or the link dead? A live server answers at once."""
-        if lane.is_suspect or lane.transport is not transport:
-            return
-        lane.is_suspect = True
-        self._spawn(self._prove_alive(lane, transport))
-
-    async def _prove_alive(self, lane: _Lane, transport: paramiko.Transport) -> None:
-        try:
-            channel = await self.on_pool(lambda: _open_session(transport, _LIVENESS_S))
-            await self.on_pool(channel.close)
-        except _BusyError:
-            return
-        except _LINK_ERRORS as error:
-            _log.warning("connection is dead", extra={"host": self.target.host, "cause": str(error)})
-            self._discard(lane, transport)
-        finally:
-            lane.is_suspect = False
-
-    def _discard(self, lane: _Lane, transport: paramiko.Transport) -> None:
-        """Forget a connection and close it; every channel on it ends."""
-        if lane.transport is transport:
-            lane.transport = None
-        self._spawn(self.on_pool(transport.close))
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
 
 async def wait_begun(channel: SshChannel, argv: Sequence[str], deadline_s: float) -> bool:
@@ -427,29 +322,7 @@ def on_this_loop(progress: Progress | None) -> Progress | None:
     return tell
 
 
-def _open_session(transport: paramiko.Transport, timeout_s: float) -> paramiko.Channel:
-    try:
-        return transport.open_session(timeout=timeout_s)
-    except paramiko.ChannelException as error:
-        if error.code in _BUSY_CODES:
-            raise _BusyError(str(error)) from error
-        raise
-    except paramiko.SSHException as error:
-        if "Timeout" in str(error):
-            raise TimeoutError(str(error)) from error
-        if transport.is_active():
-            # Refusals of calls in parallel share one slot in paramiko: all but one lose their code.
-            raise _BusyError(str(error)) from error
-        raise
-
-
-def _close_late(starting: asyncio.Future[paramiko.Channel]) -> None:
-    """Close a channel that was opened after its caller had left."""
-    if not starting.cancelled() and starting.exception() is None:
-        starting.result().close()
-
-
-def _retrieve(task: asyncio.Task[paramiko.Transport]) -> None:
-    """Mark the error as seen: every waiter may have left by its own deadline."""
-    if not task.cancelled():
-        task.exception()
+def _mark_seen(starting: asyncio.Future[paramiko.Channel]) -> None:
+    """Take note of an error that comes after its caller has left."""
+    if not starting.cancelled():
+        starting.exception()
