@@ -30,7 +30,7 @@ from supervisor.store.tables import Attempt, GpuSample, MetricLine, Node, Run
 
 MAX_POINTS = 5000
 MAX_NAMES = 100
-MAX_ROWS = 20_000
+MAX_ROWS = 6_000
 """Rows read for one chart; beyond, every n-th row is taken."""
 STALE_S = 30.0
 GPU_FIELDS = ("util_ratio", "mem_used_bytes", "mem_total_bytes", "power_w", "temp_c", "sm_clock_mhz")

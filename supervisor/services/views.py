@@ -21,6 +21,7 @@ from supervisor.services.telemetry import gpu_snapshot, newest_metrics
 from supervisor.store.events import now_of
 from supervisor.store.facts import desired_of, history_of, spec_of
 from supervisor.store.queries import (
+    count_attempts,
     current_deployment,
     deployment_for_run,
     list_live_attempts,
@@ -40,7 +41,7 @@ def run_view(session: Session, run: Run, clock: Clock | None = None) -> dict[str
     """A run with its phase, newest attempt, conditions, queue and GPU snapshot and restart budget."""
     now = clock.now() if clock else now_of(session)
     node = session.get(Node, run.node_id)
-    history = history_of(session, run)
+    history = history_of(session, run, limit=2)
     newest = newest_attempt(session, run.id)
     metrics = newest_metrics(session, run, attempt_id=newest.id if newest else None)
     record: Mapping[str, Any] = metrics or {}
@@ -62,7 +63,7 @@ def run_view(session: Session, run: Run, clock: Clock | None = None) -> dict[str
         "intent": run.intent,
         "conditions": run.conditions,
         "attempt": attempt_view(session, newest, clock) if newest else None,
-        "attempt_count": len(history.attempts),
+        "attempt_count": count_attempts(session, run.id),
         "status": newest.last_status if newest else None,
         "status_age_s": age_s(newest.last_status_at if newest else None, now),
         "metrics": metrics,

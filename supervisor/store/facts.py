@@ -56,9 +56,9 @@ def desired_of(session: Session, run: Run) -> Desired:
     )
 
 
-def history_of(session: Session, run: Run) -> History:
-    """Attempts (newest first), ledger and hold."""
-    attempts = list_run_attempts(session, run.id, limit=MAX_ATTEMPTS)
+def history_of(session: Session, run: Run, *, limit: int = MAX_ATTEMPTS) -> History:
+    """The newest attempts, newest first, ledger and hold; two are enough for a phase."""
+    attempts = list_run_attempts(session, run.id, limit=limit)
     return History(
         attempts=tuple(attempt_facts(attempt) for attempt in attempts),
         ledger=Ledger.from_json(run.ledger),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from sqlmodel import Session, col, or_, select
+from sqlmodel import Session, col, func, or_, select
 
 from supervisor.domain.errors import NotFoundError
 from supervisor.domain.run import LIVE, TERMINAL
@@ -67,6 +67,11 @@ def list_run_attempts(session: Session, run_id: str, *, limit: int = 50) -> list
     """Newest first."""
     query = select(Attempt).where(Attempt.run_id == run_id).order_by(col(Attempt.number).desc()).limit(limit)
     return list(session.exec(query).all())
+
+
+def count_attempts(session: Session, run_id: str) -> int:
+    """How many attempts a run has had."""
+    return session.exec(select(func.count()).select_from(Attempt).where(Attempt.run_id == run_id)).one()
 
 
 def list_live_attempts(session: Session, *, node_id: str | None = None) -> list[Attempt]:
