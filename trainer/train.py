@@ -62,10 +62,9 @@ from trainer.target.identity import read_vocab_size, target_fingerprint
 from trainer.target.loader import load_target
 from trainer.target.worker import TargetWorker
 from trainer.telemetry import capabilities
-from trainer.telemetry.metrics import IntervalReport
-from trainer.telemetry.nvml import NvmlReader
-from trainer.telemetry.reporter import Reporter, Sources
-from trainer.telemetry.sink import JsonlSink, Sink, WandbSink
+from trainer.telemetry.metrics import IntervalReport, empty_train
+from trainer.telemetry.reporter import Reporter
+from trainer.telemetry.setup import Telemetry
 
 _LOG = logging.getLogger(__name__)
 
@@ -162,48 +161,21 @@ class Trainer:
             self._stopping.clear_stale()
 
     def _open_telemetry(self) -> Reporter:
-        """Report what is off and why, then start the telemetry thread."""
-        config = self.config
-        nvml_wanted = config.wandb.gpu_metrics and config.telemetry.nvml != "off"
-        nvml = NvmlReader(is_wanted=nvml_wanted)
-        mode = config.wandb.mode or ("online" if config.wandb.project else "disabled")
-        found = capabilities.find(
-            config,
-            has_cuda=torch.cuda.is_available(),
-            nvml_reason=nvml.reason,
-            nvml_wanted=nvml_wanted,
-            wandb_mode=mode,
-            has_wandb_key=has_wandb_key(),
-        )
-        write_json(
-            self._resolved.run_dir / "startup.json", {"v": 1, "capabilities": capabilities.report(found)}
-        )
-        capabilities.require(found)
-        for entry in found:
-            if entry.level != "off" and not entry.is_on:
-                self._status.set_degraded(entry.name, entry.reason)
-        sinks: list[Sink] = [JsonlSink(self._resolved.run_dir, max_bytes=config.telemetry.metrics_max_bytes)]
-        if mode != "disabled" and capabilities.has_module("wandb"):
-            sinks.append(
-                WandbSink(
-                    run_dir=self._resolved.run_dir,
-                    mode=mode,
-                    project=config.wandb.project or "dflash",
-                    run_id=self._wandb_id,
-                    config=config.as_dict(),
-                    init_timeout_s=config.wandb.init_timeout_s,
-                    finish_timeout_s=config.wandb.finish_timeout_s,
-                    on_trouble=functools.partial(self._status.set_degraded, "wandb"),
-                )
-            )
+        """Report what is off and why, refuse what must not be off, then start the telemetry thread."""
         for note in self._resolved.notes:
             _LOG.warning("%s", note)
-        reporter = Reporter(
-            sinks,
-            Sources(gpu=nvml.read),
-            profile_interval_s=config.telemetry.profile_interval_s,
+        telemetry = Telemetry(self.config, has_cuda=torch.cuda.is_available(), has_wandb_key=has_wandb_key())
+        records = capabilities.report(telemetry.found)
+        write_json(self._resolved.run_dir / "startup.json", {"v": 1, "capabilities": records})
+        capabilities.require(telemetry.found)
+        for entry in telemetry.found:
+            if entry.level != "off" and not entry.is_on:
+                self._status.set_degraded(entry.name, entry.reason)
+        reporter = telemetry.open_reporter(
+            self._resolved.run_dir,
+            wandb_id=self._wandb_id,
             tick=self._status.write,
-            tick_interval_s=config.telemetry.status_interval_s,
+            on_trouble=self._status.set_degraded,
         )
         reporter.start()
         return reporter
@@ -429,6 +401,13 @@ class Trainer:
         )
         self._worker = drafter_worker
         self._connect_sources(feed, hidden_states, target_worker, drafter_worker, parts)
+        self._reporter.prime(
+            IntervalReport(
+                step=parts.plan.first_step,
+                tokens=parts.plan.tokens,
+                train=empty_train(parts.plan.total_steps),
+            )
+        )
         self._warm_up(target_worker, drafter_worker)
         group = WorkerGroup(board)
         group.add("feeder", feeder.run)
@@ -520,7 +499,7 @@ class Trainer:
             IntervalReport(
                 step=step,
                 tokens=self._tokens(),
-                train={"total_steps": self._parts.plan.total_steps},
+                train={},
                 evaluation=record,
             )
         )

@@ -85,8 +85,10 @@ def hold_output(output_dir: Path) -> Iterator[None]:
 
 def write_run_record(resolved: Resolved, code: Mapping[str, Any]) -> None:
     """Create the run folder and write `config.json` into it."""
-    resolved.run_dir.mkdir(parents=True, exist_ok=True)
-    (resolved.run_dir / "control").mkdir(exist_ok=True)
+    try:
+        (resolved.run_dir / "control").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run folder cannot be made: {resolved.run_dir} ({error.strerror})") from error
     record = {
         "v": RECORD_VERSION,
         "config": resolved.config.as_dict(),

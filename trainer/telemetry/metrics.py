@@ -27,6 +27,12 @@ class IntervalReport:
     evaluation: Mapping[str, Any] | None = None
 
 
+def empty_train(total_steps: int) -> dict[str, Any]:
+    """Return the `train` part of a line before any step is done: nothing is known, so nothing is 0."""
+    unknown = dict.fromkeys(("loss", "eal", "lr", "noise_sigma", "tok_s", "epoch"))
+    return {**unknown, "skipped": 0, "total_steps": total_steps}
+
+
 def build_line(
     *,
     t: float,

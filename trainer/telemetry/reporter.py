@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer.telemetry.metrics import IntervalReport, build_line
@@ -78,6 +78,10 @@ class Reporter:
         """Start the thread."""
         self._thread.start()
 
+    def prime(self, report: IntervalReport) -> None:
+        """Set what lines by the clock say before the first interval ends (filling, warming up)."""
+        self._last = report
+
     def submit(self, report: IntervalReport) -> None:
         """Hand a report over; dropped and counted when the thread is far behind."""
         try:
@@ -99,7 +103,9 @@ class Reporter:
                 report = self._reports.get(timeout=POLL_S)
                 if report is None:
                     return
-                self._emit(report, is_progress=True)
+                if report.evaluation is not None and self._last is not None:
+                    report = replace(report, train={**self._last.train, **report.train})
+                self._emit(report, is_progress=report.evaluation is None)
             except queue.Empty:
                 self._emit_by_clock()
             except Exception:  # noqa: BLE001 - the thread boundary: telemetry must not end training

@@ -10,7 +10,14 @@ import pytest
 from trainer.errors import DependencyError
 from trainer.telemetry import capabilities
 from trainer.telemetry.capabilities import Capability
-from trainer.telemetry.metrics import IntervalReport, bucket_entropy, build_line, flatten, render_line
+from trainer.telemetry.metrics import (
+    IntervalReport,
+    bucket_entropy,
+    build_line,
+    empty_train,
+    flatten,
+    render_line,
+)
 from trainer.telemetry.nvml import NvmlReader
 from trainer.telemetry.reporter import Reporter, Sources, progress_text
 from trainer.telemetry.sink import JsonlSink, WandbSink
@@ -306,6 +313,29 @@ def test_reporter_writes_by_the_clock_with_throughput_of_that_time():
     assert sink.lines[0]["train"]["tok_s"] == 50.0
     assert sink.lines[1]["train"] == {"loss": 1.0, "tok_s": 0.0}
     assert sink.lines[1]["step"] == 4
+
+
+def test_lines_by_the_clock_before_the_first_step_know_nothing_and_say_so():
+    sink = ListSink()
+    reporter = make_reporter(sink, profile_interval_s=0.01)
+    reporter.prime(IntervalReport(step=0, tokens=0, train=empty_train(9)))
+    reporter.start()
+    assert sink.arrived.wait(10)
+    reporter.close()
+
+    train = sink.lines[0]["train"]
+    assert (train["loss"], train["eal"], train["skipped"], train["total_steps"]) == (None, None, 0, 9)
+
+
+def test_evaluation_line_repeats_the_latest_training_values():
+    sink = ListSink()
+    reporter = make_reporter(sink)
+    reporter.start()
+    reporter.submit(IntervalReport(step=4, tokens=9, train={"loss": 1.0}))
+    reporter.submit(IntervalReport(step=5, tokens=9, train={}, evaluation={"acceptance_length": 1.5}))
+    reporter.close()
+
+    assert (sink.lines[1]["train"], sink.lines[1]["eval"]) == ({"loss": 1.0}, {"acceptance_length": 1.5})
 
 
 def test_broken_sink_never_reaches_the_worker(caplog):
