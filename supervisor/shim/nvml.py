@@ -103,7 +103,7 @@ class NvmlReader:
         gpu["name"] = self._field("name", reasons, lambda: _text(nvml.nvmlDeviceGetName(handle)))
         rates = self._field("util_ratio", reasons, lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
         gpu["util_ratio"] = None if rates is None else rates.gpu / 100.0
-        memory = self._field("mem_used_bytes", reasons, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        memory = self._field("mem_used_bytes", reasons, lambda: self._memory(handle))
         gpu["mem_used_bytes"] = None if memory is None else int(memory.used)
         gpu["mem_total_bytes"] = None if memory is None else int(memory.total)
         if is_slow_due or index not in self._slow:
@@ -114,6 +114,17 @@ class NvmlReader:
         gpu["reason"] = "; ".join("%s: %s" % item for item in sorted(reasons.items())) or None
         gpu["reasons"] = reasons
         return gpu
+
+    def _memory(self, handle: Any) -> Any:
+        """Memory as nvidia-smi shows it; version 1 counts the driver's own reserve as used, for ever."""
+        version = getattr(self.nvml, "nvmlMemory_v2", None)
+        if version is not None:
+            try:
+                return self.nvml.nvmlDeviceGetMemoryInfo(handle, version=version)
+            except self.nvml.NVMLError as error:
+                if reason_of(error) not in ("FunctionNotFound", "Unsupported", "InvalidArgument"):
+                    raise
+        return self.nvml.nvmlDeviceGetMemoryInfo(handle)
 
     def _slow_fields(self, handle: Any) -> tuple[dict[str, Any], dict[str, str]]:
         nvml = self.nvml

@@ -400,6 +400,19 @@ def test_gpu_samples_carry_values_and_units(bench: ShimBench, tmp_path: Path) ->
     }
 
 
+@pytest.mark.parametrize(
+    ("old_driver", "extra"), [(False, 0), (True, 600 << 20)], ids=["version 2", "version 1"]
+)
+def test_used_memory_leaves_out_the_drivers_reserve_where_it_can(
+    bench: ShimBench, tmp_path: Path, old_driver: bool, extra: int
+) -> None:
+    scene = {**SCENE, "reserved": 600 << 20, "old_driver": old_driver}
+
+    gpus = watch_gpu(bench, nvml_env(tmp_path, scene))["gpus"]
+
+    assert [gpu["mem_used_bytes"] for gpu in gpus] == [(1 << 30) + extra] * 2
+
+
 def test_field_that_a_gpu_cannot_give_is_null_with_its_reason(bench: ShimBench, tmp_path: Path) -> None:
     broken = {**SCENE["gpus"][0], "power_mw": {"error": 3}, "util": {"error": 999}}
 

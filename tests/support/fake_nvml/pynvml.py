@@ -5,7 +5,7 @@
 each call, so a test can change what the next sample sees. For tests only.
 """
 
-# ruff: noqa: N802 - the names are those of the real module
+# ruff: noqa: N802, N816 - the names are those of the real module
 import json
 import os
 import time
@@ -13,6 +13,7 @@ from pathlib import Path
 
 NVML_TEMPERATURE_GPU = 0
 NVML_CLOCK_SM = 1
+nvmlMemory_v2 = 0x02000028
 
 
 class NVMLError(Exception):
@@ -75,8 +76,12 @@ def nvmlDeviceGetUtilizationRates(handle):
     return _Record(gpu=_value(handle, "util"), memory=0)
 
 
-def nvmlDeviceGetMemoryInfo(handle):
-    return _Record(used=_value(handle, "used"), total=_value(handle, "total"), free=0)
+def nvmlDeviceGetMemoryInfo(handle, version=None):
+    """As the real one: version 1 counts the reserve as used; an old driver lacks version 2."""
+    if version is not None and _scene().get("old_driver"):
+        raise NVMLError(13)
+    reserve = 0 if version is not None else _scene().get("reserved", 0)
+    return _Record(used=_value(handle, "used") + reserve, total=_value(handle, "total"), free=0)
 
 
 def nvmlDeviceGetPowerUsage(handle):
