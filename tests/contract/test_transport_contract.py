@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -316,6 +317,19 @@ async def test_receive_can_be_cancelled_without_loss(node: Transport) -> None:
             await asyncio.wait_for(channel.receive(), 0.05)
     await channel.send(b"still here", deadline_s=30)
     assert await asyncio.wait_for(channel.receive(), 30) == b"still here"
+    await channel.close()
+
+
+async def test_receivers_that_come_and_go_lose_no_byte(node: Transport) -> None:
+    """A reader with a short patience, over and over, while megabytes arrive."""
+    script = "import os\nfor i in range(300): os.write(1, i.to_bytes(4, 'big') * 4096)"
+    channel = await node.open_channel([PYTHON, "-c", script], deadline_s=30)
+    seen = bytearray()
+    async with asyncio.timeout(60):
+        while len(seen) < 300 * 4 * 4096:
+            with contextlib.suppress(TimeoutError):
+                seen += await asyncio.wait_for(channel.receive(), 0.0005)
+    assert seen == b"".join(number.to_bytes(4, "big") * 4096 for number in range(300))
     await channel.close()
 
 

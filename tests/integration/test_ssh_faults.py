@@ -118,7 +118,7 @@ async def test_a_server_that_says_nothing_ends_by_the_deadline(ssh_host: SshHost
 
 
 async def test_a_name_that_does_not_resolve(ssh_host: SshHost) -> None:
-    transport = SshTransport(ssh_host.target(host="no-such-host.invalid"))
+    transport = SshTransport(ssh_host.target(host="no..such..host"))
     probe = await transport.probe(deadline_s=LIMIT_S)
     assert (probe.is_reachable, probe.reason) == (False, "DnsFailed")
     await transport.close()

@@ -1,9 +1,8 @@
 """A stand-in for Proxmox's `pct`: namespaces for containers, and pct's own texts, exit codes and traps.
 
 `standin_pct.py FOLDER VERB ...`: FOLDER holds `ct/<id>/` (config, state, private files) and `pct.ndjson`,
-where every call is recorded with argv and environment byte for byte. Runs inside a test host (`host_init`)
-on the system's Python with the standard library only. What it imitates is described in docs/guides and held
-by tests/integration/test_pct_standin.py.
+where every call is recorded with argv and environment byte for byte. Runs inside a test host (`host_init`),
+standard library only. What it imitates is held by tests/integration/test_pct_standin.py.
 """
 
 from __future__ import annotations

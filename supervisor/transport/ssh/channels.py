@@ -25,6 +25,7 @@ _READ_BYTES = 256 << 10
 _STDERR_KEPT = 64 << 10
 _STATUS_GRACE_S = 1.0
 _SEND_TICK_S = 0.25
+_GROW_AFTER = 64
 _PACKET_BYTES = 32 << 10  # sshd takes no larger ones, and whatever more is offered is copied in vain
 
 
@@ -44,8 +45,10 @@ class Gate:
     """Counts the open channels of one connection; further callers queue, first come first served."""
 
     def __init__(self, limit: int) -> None:
+        self._most = limit
         self._limit = limit
         self._in_use = 0
+        self._granted = 0
         self._changed = asyncio.Condition()
 
     async def enter(self, deadline: Deadline) -> None:
@@ -54,6 +57,9 @@ class Gate:
             async with asyncio.timeout(deadline.remaining()), self._changed:
                 await self._changed.wait_for(lambda: self._in_use < self._limit)
                 self._in_use += 1
+                self._granted += 1
+                if self._granted % _GROW_AFTER == 0:
+                    self._limit = min(self._most, self._limit + 1)
         except TimeoutError as error:
             raise ConnectError(
                 f"no free channel within {deadline.seconds:g} s ({self._in_use} of {self._limit} in use)",
@@ -67,8 +73,12 @@ class Gate:
             self._changed.notify_all()
 
     def learn_limit(self) -> None:
-        """The server refused a session (its MaxSessions): never again have as many open as now."""
+        """The server refused a session (its MaxSessions): for a while, have fewer open than now.
+
+        Sessions that are still closing count as well, so one refusal says little: it grows back slowly.
+        """
         self._limit = max(1, min(self._limit, self._in_use - 1))
+        self._granted = 0
 
 
 class Stream:
@@ -81,17 +91,24 @@ class Stream:
         self._fd = channel.fileno()
         self._closed = asyncio.Event()
         self._stop_feeding = threading.Event()
+        self._pending: asyncio.Future[tuple[bytes, bytes, bool]] | None = None
 
     async def read(self) -> tuple[bytes, bytes, bool]:
         """Wait for (stdout, stderr, at end); "at end" comes alone, after everything was read."""
-        await self._readable()
+        if self._pending is None:  # else a cancelled reader left its bytes there
+            await self._readable()
         if self._closed.is_set():
             return b"", b"", True
         # Reading blocks only when it has to announce more window, that is after a tenth of it was read.
         room = (self.channel.in_window_threshold - self.channel.in_window_sofar) // 2
-        if room > 0:
+        if room > 0 and self._pending is None:
             return self._read_available(room)
-        return await self._threads.on_pool(lambda: self._read_available(_READ_BYTES))
+        if self._pending is None:
+            reading = self._threads.on_pool(lambda: self._read_available(_READ_BYTES))
+            self._pending = asyncio.ensure_future(reading)
+        result = await asyncio.shield(self._pending)
+        self._pending = None
+        return result
 
     def _read_available(self, limit: int) -> tuple[bytes, bytes, bool]:
         channel = self.channel

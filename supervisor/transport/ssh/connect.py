@@ -128,8 +128,8 @@ def open_socket(host: str, port: int, timeout_s: float) -> socket.socket:
     where = f"{host}:{port}"
     try:
         sock = socket.create_connection((host, port), timeout=timeout_s)
-    except socket.gaierror as error:
-        raise ConnectError(f"cannot resolve {host}: {error.strerror}", reason="DnsFailed") from error
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConnectError(f"cannot resolve {host}: {error}", reason="DnsFailed") from error
     except TimeoutError as error:
         message = f"{where} did not answer within {timeout_s:g} s"
         raise ConnectError(message, reason="ConnectTimeout") from error
