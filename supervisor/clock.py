@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 
@@ -29,11 +29,19 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The real clocks."""
+    """The real clocks.
+
+    Wall time is read once, when the clock is made, and carried on by the time since boot: stored times are
+    compared with later ones, and a wall clock that is set by a year must neither end a wait nor prolong it.
+    """
+
+    def __init__(self) -> None:
+        self._wall = datetime.now(UTC)
+        self._boot_s = _since_boot_s()
 
     def now(self) -> datetime:
-        """Aware UTC wall time."""
-        return datetime.now(UTC)
+        """Aware UTC wall time as of the start of the daemon, plus what has passed since."""
+        return self._wall + timedelta(seconds=_since_boot_s() - self._boot_s)
 
     def monotonic(self) -> float:
         """`time.monotonic()`."""
@@ -42,3 +50,9 @@ class SystemClock:
     async def sleep(self, seconds: float) -> None:
         """`asyncio.sleep`."""
         await asyncio.sleep(seconds)
+
+
+def _since_boot_s() -> float:
+    """Monotonic seconds that also count while the machine sleeps, where the system has such a clock."""
+    boot_clock: int | None = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.clock_gettime(boot_clock) if boot_clock is not None else time.monotonic()
