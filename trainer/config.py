@@ -64,9 +64,7 @@ class PathsConfig(Section):
 
     target_model: str = setting("", "folder of the frozen target model (config.json, safetensors, tokenizer)")
     data_dir: str = setting("", "folder or file of tokenized completions (Parquet, Arrow or JSONL)")
-    output_dir: str = setting(
-        "", "folder that receives <lineage>/{state,export}/step-*; created when missing"
-    )
+    output_dir: str = setting("", "folder for LINEAGE/{state,export}/step-*; created when missing")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -340,6 +338,11 @@ def _check_data(config: TrainConfig) -> None:
     edges = config.data.bucket_edges
     if any(edge < 1 for edge in edges) or list(edges) != sorted(set(edges)):
         raise ConfigError(f"data.bucket_edges must be positive and ascending: {list(edges)}")
+    if edges and edges[-1] < config.data.max_seq_len:
+        raise ConfigError(
+            f"data.bucket_edges must reach --max-seq-len: {edges[-1]} < {config.data.max_seq_len}; "
+            "add an edge or lower --max-seq-len"
+        )
     if config.data.max_seq_len > config.data.token_budget:
         raise ConfigError(
             f"--token-budget must hold one sample of --max-seq-len: {config.data.token_budget} < "

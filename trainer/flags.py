@@ -8,7 +8,9 @@ Precedence: flag, `DFLASH_*` variable, `--set table.key=value`, TOML file, defau
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import json
 import os
 import tomllib
 import types
@@ -139,6 +141,45 @@ def resolve(
         run_dir=Path(run_dir) if run_dir else Path(config.paths.output_dir) / "run",
         is_own_run_dir=not run_dir,
     )
+
+
+def render_reference() -> str:
+    """Return the reference page of all settings, `docs/reference/trainer-settings.md`."""
+    flags = {flag.key: flag.name for flag in FLAGS if flag.constant is None}
+    lines = [
+        "# Trainer settings",
+        "",
+        "Every key of the trainer's TOML file, with its flag where it has one. A value comes from, in this",
+        "order: flag, environment variable (`DFLASH_` and the flag's name, such as `DFLASH_MAX_ANCHORS`),",
+        "`--set table.key=value`, the file given by `--config`, the default. Generated from",
+        "`trainer/config.py`.",
+        "",
+    ]
+    for table, section in SECTIONS.items():
+        lines += [f"## [{table}]", "", "| key | flag | default | meaning |", "|---|---|---|---|"]
+        for item in dataclasses.fields(section):
+            flag = flags.get(f"{table}.{item.name}", "")
+            default = json.dumps(item.default) if item.default is not None else "none"
+            meaning = str(item.metadata["doc"]) + _render_range(item.metadata)
+            lines.append(f"| `{item.name}` | {f'`{flag}`' if flag else ''} | `{default}` | {meaning} |")
+        lines.append("")
+    lines += ["## Switches and further variables", ""]
+    lines += [
+        f"- `{flag.name}`: same as `{flag.key} = {json.dumps(flag.constant)}`"
+        for flag in FLAGS
+        if flag.constant is not None
+    ]
+    lines += [f"- `{name}`: sets `{key}`" for name, key in EXTRA_ENVIRONMENT.items()]
+    lines.append(f"- `{RUN_DIR_VARIABLE}`: folder of status and metrics; default `<output-dir>/run`")
+    return "\n".join(lines) + "\n"
+
+
+def _render_range(meta: Mapping[str, Any]) -> str:
+    limits = {"ge": "at least", "gt": "above", "le": "at most"}
+    parts = [f"{text} {meta[name]}" for name, text in limits.items() if meta[name] is not None]
+    if meta["choices"]:
+        parts.append("one of " + ", ".join(choice or '""' for choice in meta["choices"]))
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def set_allocator_defaults() -> None:

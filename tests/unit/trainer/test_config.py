@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from trainer.config import SECTIONS, config_hash
 from trainer.errors import ConfigError
-from trainer.flags import FLAGS, resolve
+from trainer.flags import FLAGS, render_reference, resolve
 
 CLOSED_LIST = [
     "--target-model",
@@ -69,6 +70,13 @@ def test_train_flags_are_exactly_the_closed_list():
 
     assert sorted(flag.name for flag in FLAGS) == sorted(CLOSED_LIST)
     assert offered == {*CLOSED_LIST, "--config", "--set", "-h", "--help"}
+
+
+def test_reference_page_is_up_to_date():
+    page = Path(__file__).parents[3] / "docs" / "reference" / "trainer-settings.md"
+
+    command = 'python -c "from trainer.flags import render_reference; print(render_reference(), end=str())"'
+    assert page.read_text() == render_reference(), f"write {page} anew: {command}"
 
 
 def test_every_flag_names_an_existing_key():
@@ -171,6 +179,7 @@ WRONG = {
     "negative bytes": (["queue.hs_max_bytes=-1"], "queue.hs_max_bytes must be at least 0"),
     "budget below length": (["data.token_budget=100"], "--token-budget must hold one sample"),
     "edges descend": (["data.bucket_edges=[4,2]"], "data.bucket_edges must be positive and ascending"),
+    "edges too short": (["data.bucket_edges=[4,8]"], "data.bucket_edges must reach --max-seq-len: 8 < 8192"),
     "edges text": (['data.bucket_edges="a"'], "data.bucket_edges takes a list of whole numbers"),
     "device text": (["devices.target_gpus=gpu"], "--target-gpus takes cpu or CUDA indices"),
     "device twice": (['devices.target_gpus="1,1"'], "--target-gpus names 1 twice"),
