@@ -26,7 +26,7 @@ from supervisor.clock import Clock, SystemClock
 from supervisor.domain.errors import ConfigError, NotFoundError, SupervisorError
 from supervisor.logging import configure_logging
 from supervisor.reconciler.connections import Connections, NodeAddress
-from supervisor.reconciler.deploy import DeploySources
+from supervisor.reconciler.deploy_rows import DeploySources
 from supervisor.reconciler.drift import DriftWatch
 from supervisor.reconciler.node_operations import NodeOperations
 from supervisor.reconciler.runtime import Runtime
@@ -99,7 +99,7 @@ class Daemon:
         self.clock: Clock = clock or SystemClock()
         self.hub = Hub()
         self._build_transport = build_transport or build_node_transport
-        self._sources = sources or bundled_sources()
+        self._sources = sources or bundled_sources(settings)
         self._lock = StateLock(settings.state_dir)
         self._tasks: list[asyncio.Task[None]] = []
         self._scheduler: Scheduler | None = None
@@ -310,12 +310,17 @@ def build_node_transport(address: NodeAddress) -> Transport:
     return PctTransport(host, address.vmid)
 
 
-def bundled_sources() -> DeploySources:
+def bundled_sources(settings: Settings) -> DeploySources:
     """The trainer and its lock: inside the installed package, or in the source tree."""
     package = Path(supervisor.__file__).parent
     packed = package / "_locks" / "trainer.txt"
     lock = packed if packed.is_file() else package.parent / "requirements" / "trainer.txt"
-    return DeploySources(trainer_folder=package.parent / "trainer", lock_file=lock)
+    return DeploySources(
+        trainer_folder=package.parent / "trainer",
+        lock_file=lock,
+        find_links=settings.find_links,
+        torch_index_url=settings.torch_index_url,
+    )
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:

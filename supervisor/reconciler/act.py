@@ -17,7 +17,6 @@ import structlog
 from supervisor.domain.errors import (
     CommandFailedError,
     ContainerError,
-    OutcomeUnknownError,
     ShimError,
     TransportError,
 )
@@ -31,6 +30,7 @@ log = structlog.get_logger(__name__)
 
 START_DEADLINE_S = 70.0
 """Longer than the shim's own limit for deciding a launch."""
+MAX_AGENT_REQUEST_BYTES = 1 << 20
 STOP_DEADLINE_S = 20.0
 TOMBSTONE_DEADLINE_S = 30.0
 _PENDING_REASONS = frozenset({"LaunchPending", "ShimDied", "ShimSilent"})
@@ -117,32 +117,51 @@ def render_request(plan: LaunchPlan, connection: NodeConnection) -> dict[str, An
 
 
 async def send_start(connection: NodeConnection, request: Mapping[str, Any]) -> LaunchOutcome:
-    """Send a start request and read what the shim made of it."""
-    argv = build_shim_argv(connection.address.python, connection.shim_path, "start", connection.address.root)
+    """Send a start request and read what the shim made of it.
+
+    The open agent launches fastest; a fresh command does when that one cannot (older, or a huge request).
+    """
     try:
-        result = await connection.transport.run(
-            argv, stdin=json.dumps(request).encode(), deadline_s=START_DEADLINE_S
-        )
-    except OutcomeUnknownError as error:
-        return LaunchOutcome(unknown=error.message)
+        reply = await _start_by_agent(connection, request)
+        if reply is None:
+            reply = await _start_by_command(connection, request)
+    except ShimError as error:
+        return _refused(error)
     except CommandFailedError as error:
         return LaunchOutcome(
             error=LaunchError(reason=error.reason, message=error.message, errno=error.data.get("errno"))
         )
     except (TransportError, ContainerError) as error:
-        # It certainly did not run; the attempt stays where it is and is tried again when the node is back.
+        # Whether it ran is not known: the attempt stays as it is, and the shim is asked for it next.
         return LaunchOutcome(unknown=error.message)
-    try:
-        reply = parse_start_reply(result.stdout)
-    except ShimError as error:
-        return _refused(error, result.stderr)
     return LaunchOutcome(state=reply["state"])
 
 
-def _refused(error: ShimError, stderr: bytes) -> LaunchOutcome:
+async def _start_by_agent(connection: NodeConnection, request: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The shim's reply, or None when this agent cannot start anything and nothing was sent."""
+    capabilities = (connection.hello or {}).get("capabilities") or ()
+    if "start" not in capabilities or len(json.dumps(request)) >= MAX_AGENT_REQUEST_BYTES:
+        return None
+    try:
+        return await connection.request("start", request=dict(request), deadline_s=START_DEADLINE_S)
+    except ShimError as error:
+        if error.reason == "LauncherGone":
+            return None
+        raise
+
+
+async def _start_by_command(connection: NodeConnection, request: Mapping[str, Any]) -> dict[str, Any]:
+    address = connection.address
+    argv = build_shim_argv(address.python, connection.shim_path, "start", address.root)
+    result = await connection.transport.run(
+        argv, stdin=json.dumps(request).encode(), deadline_s=START_DEADLINE_S
+    )
+    return parse_start_reply(result.stdout)
+
+
+def _refused(error: ShimError) -> LaunchOutcome:
     if error.reason in _PENDING_REASONS:
-        tail = stderr.decode(errors="replace").strip()[-2000:]
-        return LaunchOutcome(unknown=f"{error.message}{': ' + tail if tail else ''}")
+        return LaunchOutcome(unknown=error.message)
     return LaunchOutcome(
         error=LaunchError(reason=error.reason, message=error.message, errno=error.data.get("errno"))
     )

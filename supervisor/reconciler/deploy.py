@@ -12,21 +12,28 @@ import json
 import posixpath
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from sqlmodel import Session, col, func, select
-
 from supervisor.clock import Clock
-from supervisor.domain.deploy import environment_digest, lock_digest
-from supervisor.domain.errors import ConfigError, DeployError, NotFoundError
-from supervisor.reconciler import apply, leases
+from supervisor.domain.deploy import environment_digest
+from supervisor.domain.errors import ConfigError, DeployError
+from supervisor.reconciler import leases
 from supervisor.reconciler.act import module_of
 from supervisor.reconciler.capabilities import probe_capabilities
 from supervisor.reconciler.connections import NodeConnection
 from supervisor.reconciler.crash import crash
+from supervisor.reconciler.deploy_rows import (
+    BUNDLED,
+    DeployRequest,
+    DeploySources,
+    Pair,
+    apply_deploy,
+    environment_row,
+    find_proved,
+    release_row,
+    save_report,
+)
 from supervisor.reconciler.environments import (
     EnvironmentBuilder,
     EnvironmentPlan,
@@ -34,10 +41,7 @@ from supervisor.reconciler.environments import (
 )
 from supervisor.reconciler.preflight import check_node
 from supervisor.reconciler.scripts import ensure_folder, run_script
-from supervisor.store.attempts import bump
-from supervisor.store.events import now_of, record_event
-from supervisor.store.queries import list_node_runs
-from supervisor.store.tables import Deployment, Environment, Node, Operation, Release
+from supervisor.store.tables import Environment, Node, Release
 from supervisor.store.writer import Store
 from supervisor.transport.bundle import ReleaseArchive, build_release
 
@@ -45,49 +49,8 @@ SCRIPT_DEADLINE_S = 120.0
 SELFTEST_DEADLINE_S = 600.0
 PUSH_DEADLINE_S = 900.0
 OPEN_WAIT_S = 30.0
-BUNDLED = "bundled"
 
 ReportProgress = Callable[[str, str, int | None, int | None], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeploySources:
-    """Where the bundled things lie on the control machine."""
-
-    trainer_folder: Path
-    lock_file: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeployRequest:
-    """A deploy operation's parameters, resolved."""
-
-    operation_id: str
-    node: Node
-    actor: str
-    source: str
-    lock: str | None
-    python: str | None
-    """An external interpreter: then there is no lock and nothing is built."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Pair:
-    """What a deploy brought: the rows to be written."""
-
-    release: Release | None = None
-    environment: Environment | None = None
-    capabilities: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def release_digest(self) -> str | None:
-        """Digest of the release, if there is one."""
-        return self.release.digest if self.release is not None else None
-
-    @property
-    def environment_digest(self) -> str | None:
-        """Digest of the environment, if there is one."""
-        return self.environment.digest if self.environment is not None else None
 
 
 class Deployer:
@@ -130,7 +93,7 @@ class Deployer:
         keeper = asyncio.create_task(self._keep_lease(node_id, token))
         try:
             pair = await self._bring(request)
-            result = await self._store.write(lambda session: self._apply(session, request, pair, token))
+            result = await self._store.write(lambda session: apply_deploy(session, request, pair, token))
             crash("deploy.after_apply")
             return result
         finally:
@@ -149,13 +112,13 @@ class Deployer:
         plan = None
         pair = Pair()
         if archive is not None:
-            pair.release = _release_row(request.source, archive, self._clock.now())
+            pair.release = release_row(request.source, archive, self._clock.now())
         if request.python is not None:
             pair.environment = self._external_row(request.python)
         elif lock_text is not None:
             plan = self._plan(request, lock_text, facts)
             python = self._layout.python(plan.digest)
-            pair.environment = _environment_row(plan, python, facts, self._clock.now())
+            pair.environment = environment_row(plan, python, facts, self._clock.now())
         there = await self._inspect(pair, plan)
         if not there["shim"]:
             await self._connection.ensure_shim()
@@ -256,7 +219,11 @@ class Deployer:
     def _plan(self, request: DeployRequest, lock_text: str, facts: dict[str, Any]) -> EnvironmentPlan:
         torch = torch_requirement_for(lock_text, is_bundled_source=request.source == BUNDLED)
         node = request.node
-        source = (node.torch_index_url or node.find_links) if torch else None
+        find_links = node.find_links or self._sources.find_links
+        torch_index = node.torch_index_url
+        if torch_index is None and node.find_links is None:
+            torch_index = self._sources.torch_index_url
+        source = (torch_index or find_links) if torch else None
         return EnvironmentPlan(
             digest=environment_digest(
                 lock_text,
@@ -267,8 +234,8 @@ class Deployer:
             lock_text=lock_text,
             torch_requirement=torch,
             python=self._connection.address.python,
-            find_links=node.find_links,
-            torch_index_url=node.torch_index_url,
+            find_links=find_links,
+            torch_index_url=torch_index,
         )
 
     async def _bring_environment(self, plan: EnvironmentPlan, release: Release | None) -> None:
@@ -339,99 +306,6 @@ class Deployer:
             deadline_s=SCRIPT_DEADLINE_S,
         )
 
-    def _apply(self, session: Session, request: DeployRequest, pair: Pair, token: str) -> dict[str, Any]:
-        """Write rows, make the pair current, tell it; nothing when the same pair was current already."""
-        node = leases.require(session, Node, request.node.id, token)
-        assert isinstance(node, Node)
-        release, environment = pair.release_digest, pair.environment_digest
-        current = session.get(Deployment, node.current_deployment_id or "")
-        is_same = (
-            current is not None
-            and current.release_digest == release
-            and current.environment_digest == environment
-        )
-        result = {"release": release, "environment": environment, "unchanged": is_same}
-        if is_same:
-            assert current is not None
-            current.capabilities = pair.capabilities
-            session.add(current)
-            return {**result, "deployment": current.id}
-        for row in (pair.release, pair.environment):
-            if row is not None and session.get(type(row), row.digest) is None:
-                session.add(row)
-        session.flush()
-        deployment = _deployment_row(session, node, request, pair)
-        session.add(deployment)
-        node.current_deployment_id = deployment.id
-        _unpin_runs(session, node)
-        node.updated_at = now_of(session)
-        node.version += 1
-        session.add(node)
-        record_event(
-            session,
-            actor=request.actor,
-            subject=f"node/{node.name}",
-            reason="Deployed",
-            message=f"release {_short(release)} and environment {_short(environment)} became current",
-            data={**result, "source": request.source, "lock": request.lock},
-            node_id=node.id,
-            operation_id=request.operation_id,
-        )
-        return {**result, "deployment": deployment.id}
-
-
-def _unpin_runs(session: Session, node: Node) -> None:
-    """A newer deploy ends a pin: what a run was sent back to is not where it stays for ever."""
-    for run in list_node_runs(session, node.id):
-        if run.pinned_deployment_id is not None:
-            run.pinned_deployment_id = None
-            bump(session, run)
-            apply.tell(session, run, "Unpinned", "the newest deploy is used from the next start on")
-
-
-def find_proved(session: Session, node_id: str, pair: Pair) -> Deployment | None:
-    """The newest ready deployment of this very pair on the node."""
-    query = select(Deployment).where(
-        Deployment.node_id == node_id,
-        Deployment.release_digest == pair.release_digest,
-        Deployment.environment_digest == pair.environment_digest,
-        Deployment.state == "ready",
-    )
-    return session.exec(query.order_by(col(Deployment.sequence).desc()).limit(1)).first()
-
-
-def load_request(session: Session, operation: Operation) -> DeployRequest:
-    """The operation's parameters with its node.
-
-    Raises:
-        NotFoundError: the node is gone.
-    """
-    node = session.get(Node, operation.node_id or "")
-    if node is None:
-        raise NotFoundError("the node of this deploy was deleted", kind="node", name=operation.node_id)
-    params = operation.params
-    python = params.get("python")
-    return DeployRequest(
-        operation_id=operation.id,
-        node=node,
-        actor=operation.actor,
-        source=params.get("source") or BUNDLED,
-        lock=None if python else (params.get("lock") or BUNDLED),
-        python=python,
-    )
-
-
-def save_report(session: Session, node_id: str, report: Any) -> None:
-    """Store a node check's findings and facts."""
-    node = session.get(Node, node_id)
-    if node is None:
-        return
-    node.check_report = report.to_json()
-    node.facts = {**node.facts, **report.facts}
-    node.checked_at = now_of(session)
-    node.version += 1
-    session.add(node)
-
 
 def entry_modules(release: Release | None) -> list[str]:
     """What must be importable: the release's package with its command line, if it has one."""
@@ -461,48 +335,3 @@ def describe_selftest(result: dict[str, Any]) -> DeployError | None:
             traceback=error["traceback"],
         )
     return None
-
-
-def _release_row(source: str, archive: ReleaseArchive, now: datetime) -> Release:
-    return Release(
-        digest=archive.digest,
-        source=source,
-        manifest=dict(archive.manifest),
-        size_bytes=len(archive.data),
-        source_commit=archive.manifest.get("source_commit"),
-        created_at=now,
-    )
-
-
-def _environment_row(plan: EnvironmentPlan, python: str, facts: dict[str, Any], now: datetime) -> Environment:
-    return Environment(
-        digest=plan.digest,
-        kind="built",
-        lock_digest=lock_digest(plan.lock_text),
-        lock_text=plan.lock_text,
-        python=python,
-        torch_requirement=plan.torch_requirement,
-        platform=f"{facts['platform']}-{facts['machine']}",
-        created_at=now,
-    )
-
-
-def _deployment_row(session: Session, node: Node, request: DeployRequest, pair: Pair) -> Deployment:
-    last = session.exec(select(func.max(Deployment.sequence)).where(Deployment.node_id == node.id)).one()
-    now = now_of(session)
-    return Deployment(
-        id=f"d{secrets.token_hex(10)}",
-        node_id=node.id,
-        sequence=(last or 0) + 1,
-        release_digest=pair.release_digest,
-        environment_digest=pair.environment_digest,
-        state="ready",
-        capabilities=pair.capabilities,
-        operation_id=request.operation_id,
-        created_at=now,
-        ready_at=now,
-    )
-
-
-def _short(digest: str | None) -> str:
-    return digest[:12] if digest else "none"

@@ -16,7 +16,8 @@ from sqlmodel import Session
 
 from supervisor.domain.errors import SupervisorError
 from supervisor.reconciler.connections import Connections
-from supervisor.reconciler.deploy import Deployer, DeploySources, load_request, save_report
+from supervisor.reconciler.deploy import Deployer
+from supervisor.reconciler.deploy_rows import DeploySources, load_request, save_report
 from supervisor.reconciler.operations import pending_node_operations
 from supervisor.reconciler.preflight import check_agent, check_node
 from supervisor.reconciler.runtime import Runtime

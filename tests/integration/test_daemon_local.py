@@ -52,8 +52,8 @@ async def test_a_run_that_fails_is_started_again_with_the_next_log_number(deploy
     await deployed.put_run(make_spec("local", output_dir=deployed.folder / "out", args=args))
 
     await deployed.start()
-    first = await deployed.attempt(1, "failed")
     second = await deployed.attempt(2, "ready")
+    first = await deployed.attempt(1, "failed")
     await deployed.stop()
 
     assert first.exit_code == 7
