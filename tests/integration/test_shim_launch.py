@@ -352,7 +352,7 @@ def test_launch_goes_on_when_the_starter_is_killed(bench: ShimBench) -> None:
 
 def test_shim_killed_at_any_moment_of_a_launch_leaves_no_unknown_trainer(bench: ShimBench) -> None:
     outcomes = set()
-    for turn in range(16):
+    for turn in range(10):
         attempt = f"a{turn}"
         body = json.dumps(bench.body(attempt, "--hang", run_id=f"run-{turn}")).encode()
         starter = subprocess.Popen(bench.command("start"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -360,7 +360,7 @@ def test_shim_killed_at_any_moment_of_a_launch_leaves_no_unknown_trainer(bench: 
         starter.stdin.write(body)
         starter.stdin.close()
         shim = wait_for(lambda a=attempt: (bench.read(a, "state.json") or {}).get("shim"), "shim recorded")
-        time.sleep(turn * 0.001)
+        time.sleep(turn * 0.0015)
         signal_identity(shim, signal.SIGKILL)
         starter.wait(WAIT_S)
         assert starter.stdout is not None
