@@ -166,6 +166,16 @@ class Decision:
         }
 
 
+def one(action: Action, reason: str, explanation: str) -> Decision:
+    """A decision for a single action."""
+    return Decision(actions=(action,), reason=reason, explanation=explanation)
+
+
+def wait(reason: str, explanation: str) -> Decision:
+    """A decision for nothing now."""
+    return one(Nothing(reason=reason), reason, explanation)
+
+
 def _action_json(action: Action) -> dict[str, Any]:
     rendered: dict[str, Any] = {"action": type(action).__name__}
     for item in fields(action):

@@ -322,6 +322,7 @@ def test_ready_timeout_stops_and_unknown_readiness_never_does() -> None:
         ({}, {"is_non_finite": True}, None),
         ({"health": {"quality": {"nan": "hold"}}}, {"is_non_finite": True}, StopCause.QUALITY),
         ({"health": {"quality": {"action": "hold"}}}, {"is_quality_bad": True}, StopCause.QUALITY),
+        ({"health": {"quality": {"action": "hold"}}}, {"is_quality_bad": True, "is_non_finite": True}, None),
         ({}, {"is_disk_low": True}, None),
         ({"log": {"action": "stop_at_checkpoint"}}, {"is_disk_low": True}, StopCause.DISK),
     ],
@@ -532,6 +533,29 @@ def test_nothing_is_reverted_without_need(changes: Any, spec: RunSpec) -> None:
     history = make_history(ended(state, **fields), old, good_deployment_id="d1")
     decision = ask(make_desired(), make_observed(), history, spec=spec)
     assert not any(isinstance(action, act.Revert) for action in decision.actions)
+
+
+def test_a_failure_after_the_gate_is_an_ordinary_one() -> None:
+    late = {"ended_at": T0 + timedelta(hours=5), "progress_checks": 9}
+    old = ended(AttemptState.STOPPED, id="a1", deployment_id="d1")
+    new = ended(id="a2", number=2, deployment_id="d2", **late)
+    for newest in (new, replace(new, trigger=Trigger.REVERT)):
+        history = make_history(newest, old, good_deployment_id="d1")
+        assert isinstance(
+            only(ask(make_desired(), make_observed(), history, after_s=18_000)), act.ScheduleRestart
+        )
+    young = replace(new, ended_at=T0)
+    history = make_history(young, old, good_deployment_id="d1")
+    assert isinstance(ask(make_desired(), make_observed(), history).actions[0], act.Revert)
+
+
+def test_a_program_that_reports_no_progress_passes_its_gate_by_time() -> None:
+    history = make_history(make_facts(is_program=True, deployment_id="d2"))
+    at = T0 + timedelta(seconds=600)
+    assert isinstance(only(ask(make_desired(), make_observed(at=at), history, after_s=600)), act.PassGate)
+    spec = make_spec(health={"progress_regex": "step"})
+    step = only(ask(make_desired(), make_observed(at=at), history, spec=spec, after_s=600))
+    assert isinstance(step, act.Nothing)
 
 
 def test_a_pair_that_once_became_ready_is_not_reverted_by_a_later_crash() -> None:
