@@ -35,7 +35,7 @@ from supervisor.reconciler.scheduler import Periods, Scheduler
 from supervisor.services import auth, idempotency, telemetry
 from supervisor.services.events import prune_events
 from supervisor.services.hub import Hub
-from supervisor.services.secrets import SecretBox, resolve_secrets
+from supervisor.services.secrets import SecretBox, remember_secrets, resolve_secrets
 from supervisor.services.views import event_view
 from supervisor.settings import Settings, load_settings, read_environment
 from supervisor.store.lock import StateLock
@@ -131,6 +131,7 @@ class Daemon:
         if backup is not None:
             log.info("database was migrated", backup=backup)
         self.secret_box = SecretBox(self.settings.key_file)
+        await self._remember_secrets()
         await self._first_token()
         await self.store.write(idempotency.abandon_running)
         loop = asyncio.get_running_loop()
@@ -225,6 +226,13 @@ class Daemon:
                 session, name="admin", scope=auth.Scope.ADMIN, actor="supervisor", value=value
             )
         )
+
+    async def _remember_secrets(self) -> None:
+        unreadable = await self.store.read(
+            lambda session: remember_secrets(session, self.secret_box, read_environment=read_environment)
+        )
+        if unreadable:
+            log.warning("secrets cannot be read", names=unreadable)
 
     async def _resolve_secrets(self, names: Sequence[str]) -> dict[str, str]:
         if not names:

@@ -16,7 +16,7 @@ from sqlmodel import Session, col, select
 
 from supervisor.domain.environment import check_env_value, check_secret_name
 from supervisor.domain.errors import ConfigError, NotFoundError, RequestError
-from supervisor.store.events import now_of, record_event
+from supervisor.store.events import hide, now_of, record_event
 from supervisor.store.tables import Secret
 
 MAX_FILE_BYTES = 65_536
@@ -64,6 +64,8 @@ def put_secret(
         RequestError: bad name, empty value, both or neither, or a reference of an unknown kind.
     """
     _check(name, value, reference)
+    if value is not None:
+        hide(session, [value])
     now = now_of(session)
     row = session.get(Secret, name)
     is_new = row is None
@@ -131,7 +133,21 @@ def resolve_secrets(
             values[name] = _read_reference(name, row.reference, read_environment)
         elif row.ciphertext is not None:
             values[name] = box.unseal(name, row.ciphertext)
+    hide(session, values.values())
     return values
+
+
+def remember_secrets(
+    session: Session, box: SecretBox, *, read_environment: Callable[[str], str | None]
+) -> list[str]:
+    """At start: learn all values, so that what repeats one is blanked; returns names that cannot be read."""
+    unreadable = []
+    for name in session.exec(select(Secret.name).order_by(col(Secret.name))).all():
+        try:
+            resolve_secrets(session, box, [name], read_environment=read_environment)
+        except ConfigError:
+            unreadable.append(name)
+    return unreadable
 
 
 def rotate_secrets(session: Session, box: SecretBox) -> int:

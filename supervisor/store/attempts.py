@@ -11,13 +11,13 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event, inspect
-from sqlalchemy.orm import Mapper
+from sqlalchemy.orm import Mapper, object_session
 from sqlmodel import Session
 
 from supervisor.domain.errors import InvalidTransitionError
 from supervisor.domain.run import TERMINAL, AttemptState, Reason
 from supervisor.domain.transitions import check_transition, parse_state
-from supervisor.store.events import now_of, record_event
+from supervisor.store.events import blank, now_of, record_event
 from supervisor.store.tables import Attempt, Node, Operation, Run
 
 EVENT_REASONS: Mapping[AttemptState, str] = {
@@ -50,6 +50,9 @@ BOOKKEEPING = frozenset(
     {"acknowledged_at", "gpu_clean_at", "observed_at", "log_size", "version", "updated_at", "is_counted"}
 )
 """Columns that may still change once an attempt has ended; none of them says how it ended."""
+
+QUOTING = ("exit_record", "launch_error", "message", "last_status", "cause_fingerprint", "preflight")
+"""Columns that repeat words of the trainer or of the node."""
 
 LATE_EVIDENCE = frozenset({"exit_record", "exit_code", "exit_signal"})
 """Columns that a lost attempt may gain, once."""
@@ -156,7 +159,11 @@ def add_late_evidence(session: Session, attempt: Attempt, exit_record: Mapping[s
 
 @event.listens_for(Attempt, "before_update")
 def _guard_attempt(_mapper: Mapper[Any], _connection: sa.Connection, attempt: Attempt) -> None:
-    """Second line of defence, for code that assigns to `state` or to an ended row directly."""
+    """Second line of defence, for code that assigns to `state` or to an ended row directly.
+
+    Also blanks secret values in what the trainer said: a program may print its own key.
+    """
+    _blank_columns(attempt)
     changed = {attribute.key for attribute in inspect(attempt).attrs if attribute.history.has_changes()}
     if not changed:
         return
@@ -180,3 +187,18 @@ def _guard_attempt(_mapper: Mapper[Any], _connection: sa.Connection, attempt: At
             old=state.value,
             new=state.value,
         )
+
+
+@event.listens_for(Attempt, "before_insert")
+def _blank_new(_mapper: Mapper[Any], _connection: sa.Connection, attempt: Attempt) -> None:
+    _blank_columns(attempt)
+
+
+def _blank_columns(attempt: Attempt) -> None:
+    session = object_session(attempt)
+    if session is None:
+        return
+    for name in QUOTING:
+        value = getattr(attempt, name)
+        if value and (clean := blank(session, value)) != value:  # type: ignore[arg-type]
+            setattr(attempt, name, clean)

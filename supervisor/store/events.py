@@ -5,7 +5,7 @@ Called by services and the reconciler inside `Store.write`. Delivery happens aft
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -19,6 +19,7 @@ MAX_MESSAGE = 2000
 
 _NOW = "now"
 _EVENTS = "events"
+_HIDDEN = "hidden"
 
 
 def set_now(session: Session, now: datetime) -> None:
@@ -30,6 +31,22 @@ def now_of(session: Session) -> datetime:
     """Wall time at which the transaction began; the same for all rows it writes."""
     now: datetime = session.info[_NOW]
     return now
+
+
+def set_hidden(session: Session, hidden: set[str]) -> None:
+    """Hand over the store's set of secret values, which are blanked in everything that is written."""
+    session.info[_HIDDEN] = hidden
+
+
+def hide(session: Session, values: Iterable[str]) -> None:
+    """Remember secret values from now on, in this process; they are kept nowhere else."""
+    hidden: set[str] = session.info.setdefault(_HIDDEN, set())
+    hidden.update(values)
+
+
+def blank(session: Session, value: Any) -> Any:
+    """Copy JSON-like data or text with known secret values and secret-looking keys blanked."""
+    return redact(value, secrets=tuple(session.info.get(_HIDDEN, ())))
 
 
 def recorded_events(session: Session) -> list[Event]:
@@ -76,8 +93,8 @@ def record_event(
         subject=subject,
         level=level,
         reason=reason,
-        message=message[:MAX_MESSAGE],
-        data=finite(redact(dict(data or {}))),
+        message=blank(session, message)[:MAX_MESSAGE],
+        data=finite(blank(session, dict(data or {}))),
         run_id=run_id,
         node_id=node_id,
         attempt_id=attempt_id,

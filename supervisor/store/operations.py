@@ -15,7 +15,7 @@ from supervisor.domain.environment import redact
 from supervisor.domain.errors import InvalidTransitionError, SupervisorError
 from supervisor.domain.metrics import finite
 from supervisor.store.attempts import bump
-from supervisor.store.events import now_of, record_event
+from supervisor.store.events import blank, now_of, record_event
 from supervisor.store.queries import OPEN_OPERATIONS, list_open_operations
 from supervisor.store.tables import Node, Operation, Run
 
@@ -48,7 +48,7 @@ def create_operation(
         intent=intent,
         actor=actor,
         request_id=request_id,
-        params=redact(dict(params or {})),
+        params=blank(session, dict(params or {})),
         created_at=now_of(session),
     )
     session.add(operation)
@@ -100,8 +100,8 @@ def finish_operation(
     operation.status = status
     operation.finished_at = now_of(session)
     operation.started_at = operation.started_at or operation.finished_at
-    operation.result = finite(redact(dict(result))) if result is not None else None
-    operation.error = _error_json(error)
+    operation.result = finite(blank(session, dict(result))) if result is not None else None
+    operation.error = blank(session, _error_json(error))
     operation.attempt_id = attempt_id or operation.attempt_id
     bump(session, operation)
     record_event(

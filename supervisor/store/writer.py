@@ -30,7 +30,7 @@ from supervisor.store.engine import (
     parse_url,
     translate_error,
 )
-from supervisor.store.events import recorded_events, set_now
+from supervisor.store.events import recorded_events, set_hidden, set_now
 from supervisor.store.tables import Event
 
 T = TypeVar("T")
@@ -58,6 +58,7 @@ class Store:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="store-reader")
         self._waiting = threading.BoundedSemaphore(MAX_WAITING_WRITES)
         self._listeners: list[Listener] = []
+        self._hidden: set[str] = set()
 
     def migrate(self, *, folder: Path | None = None) -> str | None:
         """Bring the schema up to date; returns the backup's path if one was made. See `migrate.migrate`."""
@@ -117,6 +118,7 @@ class Store:
         try:
             with Session(self._write_engine, expire_on_commit=False) as session:
                 set_now(session, self._clock.now())
+                set_hidden(session, self._hidden)
                 with session.begin():
                     session.connection()
                     result = function(session)
@@ -132,6 +134,7 @@ class Store:
         try:
             with Session(self._read_engine, expire_on_commit=False) as session:
                 set_now(session, self._clock.now())
+                set_hidden(session, self._hidden)
                 return function(session)
         except DBAPIError as error:
             raise translate_error(error, path=self.path, busy_timeout_s=self._busy_timeout_s) from error

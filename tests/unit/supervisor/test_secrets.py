@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 from cryptography.fernet import Fernet
-from sqlmodel import select
+from sqlmodel import Session, select
 
 from supervisor.domain.environment import redact
 from supervisor.domain.errors import ConfigError, NotFoundError, RequestError
 from supervisor.services import secrets
 from supervisor.services.secrets import SecretBox
+from supervisor.store.attempts import apply_transition
+from supervisor.store.events import record_event
+from supervisor.store.operations import create_operation, finish_operation
 from supervisor.store.tables import Event
 from supervisor.store.writer import Store
-from tests.support.domain_builders import open_store
+from tests.support.domain_builders import make_attempt, make_run, open_store
 
 CANARY = "canary-5b1f-value"
 
@@ -143,3 +146,37 @@ def test_redaction_by_key_at_any_depth_and_by_value_in_any_text() -> None:
         "secrets": ["NAME"],
     }
     assert redact("abc", secrets=["abc"]) == "abc", "short values would blank unrelated text"
+
+
+def test_a_program_that_prints_its_own_key_does_not_bring_it_into_the_database(
+    store: Store, box: SecretBox, tmp_path: Path
+) -> None:
+    put(store, box, value=CANARY)
+
+    def live(session: Session) -> None:
+        run = make_run(session)
+        attempt = make_attempt(session, run, state="started", last_status={"message": f"using {CANARY}"})
+        attempt.exit_record = {"last_lines": [f"login with {CANARY} failed"]}
+        apply_transition(
+            session, attempt, "failed", reason="ExitedNonZero", message=f"said {CANARY}", data={"x": [CANARY]}
+        )
+        operation = create_operation(session, kind="start", actor="t", run=run, params={"reason": CANARY})
+        finish_operation(session, operation, status="failed", error={"reason": "R", "message": CANARY})
+
+    store.write_sync(live)
+    store.close()
+    assert not any(CANARY.encode() in path.read_bytes() for path in (tmp_path / "state").iterdir())
+
+
+def test_a_new_daemon_learns_the_values_at_start(store: Store, box: SecretBox, tmp_path: Path) -> None:
+    put(store, box, value=CANARY)
+    put(store, box, "B", reference="env:NOT_SET")
+    with open_store(tmp_path / "state") as fresh:
+        unreadable = fresh.read_sync(
+            lambda session: secrets.remember_secrets(session, box, read_environment={}.get)
+        )
+        event = fresh.write_sync(
+            lambda session: record_event(session, actor="a", subject="s", reason="R", message=f"got {CANARY}")
+        )
+    assert unreadable == ["B"]
+    assert event.message == "got [redacted]"
