@@ -17,34 +17,33 @@ import threading
 from pathlib import Path
 
 SSHD = "/usr/sbin/sshd"
+SHELF = Path("/mnt")  # what is covered up elsewhere stays within reach here
 
 
 def mount(*args: str) -> None:
     subprocess.run(["mount", *args], check=True)
 
 
-def keep_and_mask(folder: Path, masked: dict[str, Path], keep: list[str]) -> None:
+def keep_and_mask(masked: dict[str, Path], keep: list[str]) -> None:
     """Put private folders over system ones, but leave `keep` (interpreters, this repository) in sight."""
-    shelf = folder / "keep"
-    kept = []
-    for number, path in enumerate(keep):
-        if any(Path(path).is_relative_to(name) for name in masked) and Path(path).is_dir():
-            place = shelf / str(number)
-            place.mkdir(parents=True, exist_ok=True)
-            mount("--rbind", path, str(place))
-            kept.append((place, path))
-    for name, private in masked.items():
-        private.mkdir(parents=True, exist_ok=True)
-        Path(name).is_dir() and mount("--bind", str(private), name)
-    for place, path in kept:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        mount("--rbind", str(place), path)
+    places = []
+    for number, path in enumerate([*keep, *map(str, masked.values())]):
+        place = SHELF / str(number)
+        place.mkdir()
+        mount("--bind", path, str(place))
+        places.append((place, path))
+    for place, name in zip((place for place, _ in places[len(keep) :]), masked, strict=True):
+        mount("--bind", str(place), name)
+    for place, path in sorted(places[: len(keep)], key=lambda pair: pair[1]):
+        if any(Path(path).is_relative_to(name) for name in masked):
+            Path(path).mkdir(parents=True, exist_ok=True)
+            mount("--bind", str(place), path)
 
 
-def farm_usr_sbin(folder: Path) -> None:
+def farm_usr_sbin() -> None:
     """A writable /usr/sbin of links to the real one, so that `pct` can be put in and taken out."""
-    real = folder / "real-sbin"
-    real.mkdir(exist_ok=True)
+    real = SHELF / "sbin"
+    real.mkdir()
     mount("--bind", "/usr/sbin", str(real))
     mount("-t", "tmpfs", "none", "/usr/sbin")
     for entry in real.iterdir():
@@ -60,9 +59,12 @@ class Host:
     def set_up(self) -> None:
         mount("--make-rprivate", "/")
         mount("-t", "proc", "proc", "/proc")
-        farm_usr_sbin(self.folder)
+        mount("-t", "tmpfs", "none", str(SHELF))
+        farm_usr_sbin()
         self.add_pct()
-        keep_and_mask(self.folder, {"/root": self.folder / "host-root"}, self.config["keep"])
+        home = self.folder / "host-root"
+        home.mkdir(exist_ok=True)
+        keep_and_mask({"/root": home}, self.config["keep"])
         mount("-t", "tmpfs", "none", "/run")
         Path("/run/sshd").mkdir()
         Path("/run/lock/lxc").mkdir(parents=True)

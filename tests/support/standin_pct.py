@@ -406,7 +406,7 @@ def build_root(ct: Container) -> None:
         if str(path).startswith(str(ct.host)) or not Path(path).is_dir():
             continue
         place.mkdir(parents=True, exist_ok=True)
-        mount("--rbind", path, str(place))
+        mount("--bind", path, str(place))
     (root / "tmp").chmod(0o1777)
     (root / "proc").mkdir()
     mount("-t", "proc", "proc", str(root / "proc"))
