@@ -22,6 +22,8 @@ from trainer.config import SECTIONS
 from trainer.errors import ConfigError, TrainerError
 from trainer.flags import FLAGS, Flag, resolve, set_allocator_defaults
 from trainer.lifecycle.exits import describe, exit_code, translate
+from trainer.lifecycle.heartbeat import write_first_status
+from trainer.lifecycle.signals import leave_on_stop_signals
 
 _LOG = logging.getLogger("trainer")
 
@@ -105,6 +107,10 @@ def _train(words: list[str]) -> int:
     toml_path, overrides = given.pop("config"), given.pop("overrides")
     resolved = resolve(given, toml_path=toml_path, overrides=overrides)
     set_allocator_defaults()
+    leave_on_stop_signals()
+    _LOG.info("starting, pid %d; loading torch", os.getpid())
+    if not resolved.is_own_run_dir:
+        write_first_status(resolved.run_dir)
     trainer = importlib.import_module("trainer.train").Trainer(resolved)
     code: int = trainer.train()
     return code

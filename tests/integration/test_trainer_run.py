@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import threading
 
 import pytest
@@ -19,6 +20,7 @@ from trainer.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    DependencyError,
     NonFiniteError,
     StalledError,
     WorkerDiedError,
@@ -300,6 +302,23 @@ def test_data_without_a_usable_sample_fails_before_the_target_is_loaded(tiny, ou
 def test_gpu_that_does_not_exist_is_one_clear_error(tiny, out):
     with pytest.raises(ConfigError, match="--target-gpus names 63, but torch sees"):
         run_here(settings_for(*tiny, out, devices__target_gpus="63"))
+
+
+def test_required_part_that_is_missing_refuses_the_start_with_exit_8(tiny, out, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+
+    with pytest.raises(DependencyError, match=r"nvml \(module pynvml cannot be imported") as caught:
+        run_here(settings_for(*tiny, out, telemetry__nvml="required"))
+
+    assert caught.value.exit_code == 8
+
+
+def test_wanted_part_that_is_missing_stands_in_status_and_report(tiny, out, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+
+    assert run_here(settings_for(*tiny, out, optim__max_steps=1)) == 0
+
+    assert "module pynvml cannot be imported" in read_status(out / "run")["degraded"]["nvml"]
 
 
 def test_failed_periodic_save_is_reported_and_training_goes_on(tiny, out, monkeypatch, caplog):

@@ -84,6 +84,16 @@ def test_sigterm_ends_with_exit_9_and_whole_checkpoints(start, tmp_path, phase, 
         verify(tmp_path / "out" / "lineage-0000" / "export" / newest.path.name)
 
 
+def test_sigterm_while_libraries_load_is_a_stop_too(start, tmp_path):
+    process = start()
+    await_status(process, tmp_path / "run", in_phase("init"))
+
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(60) == 9, (tmp_path / "log").read_text()
+    assert not (tmp_path / "out" / "lineage-0000" / "state").exists()
+
+
 def test_stop_file_without_save_is_honoured_and_acknowledged(start, tmp_path):
     process = start()
     await_status(process, tmp_path / "run", lambda status: status["step"] >= 2)

@@ -34,6 +34,13 @@ PHASES: tuple[str, ...] = get_args(Phase)
 STATUS_VERSION = 1
 
 
+def write_first_status(run_dir: Path) -> None:
+    """Show a sign of life (phase `init`) before the slow imports; a folder that fails is reported later."""
+    with contextlib.suppress(OSError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        StatusFile(run_dir).write()
+
+
 class StatusFile:
     """Thread-safe status record that is written at each phase change and on `write`."""
 

@@ -14,9 +14,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from trainer.errors import EXIT_STOPPED
+
 _LOG = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def leave_on_stop_signals() -> None:
+    """Until a `SignalCounter` takes over (while libraries load), end at once as stopped on request."""
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(EXIT_STOPPED)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, leave)
 
 
 class SignalCounter:
