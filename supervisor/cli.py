@@ -16,11 +16,11 @@ from typing import Annotated
 import typer
 
 from supervisor.commands import access, events, logs, nodes, plans, runs, serving, top
-from supervisor.commands.output import DeclinedError, UsageFaultError, strip_escapes
+from supervisor.commands.output import UsageFaultError, strip_escapes
 from supervisor.commands.serving import COMPLETE_VARIABLE
 from supervisor.commands.session import DEFAULT_URL, Session
 from supervisor.commands.waiting import UNREACHABLE_REASONS, OperationFailedError
-from supervisor.domain.errors import ConfigError, SupervisorError
+from supervisor.domain.errors import ConfigError, ConflictError, NotFoundError, SupervisorError
 
 DONE, FAILED, USAGE, NOT_FOUND, CONFLICT, UNREACHABLE, TIMED_OUT, NOT_AUTHORISED = range(8)
 INTERRUPTED = 130
@@ -39,6 +39,14 @@ EXIT_BY_STATUS: Mapping[int, int] = {
     502: UNREACHABLE,
     504: UNREACHABLE,
 }
+EXIT_BY_CLASS: Mapping[type[SupervisorError], int] = {
+    UsageFaultError: USAGE,
+    ConfigError: USAGE,
+    NotFoundError: NOT_FOUND,
+    ConflictError: CONFLICT,
+}
+"""For errors that arise here and not in an answer of the daemon."""
+
 CONFLICT_REASONS = frozenset({"AlreadyRunning", "Conflict", "Superseded", "Held"})
 
 HELP = """Run DFlash trainings on GPU nodes: deploy, start, watch, stop and restart them.
@@ -94,10 +102,9 @@ def exit_code_of(error: SupervisorError) -> int:
             return UNREACHABLE
         is_conflict = error.operation["status"] == "superseded" or error.reason in CONFLICT_REASONS
         return CONFLICT if is_conflict else FAILED
-    if isinstance(error, UsageFaultError | ConfigError):
-        return USAGE
-    if isinstance(error, DeclinedError):
-        return FAILED
+    for kind, code in EXIT_BY_CLASS.items():
+        if isinstance(error, kind):
+            return code
     by_reason = {"WaitTimeout": TIMED_OUT, "DaemonUnreachable": UNREACHABLE}
     if error.reason in by_reason:
         return by_reason[error.reason]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING, Self
 import uvicorn
 
 from supervisor.api.access import begin_shutdown
+from supervisor.domain.errors import ConfigError
 
 if TYPE_CHECKING:
-    import socket
     from pathlib import Path
 
     from fastapi import FastAPI
@@ -124,6 +125,26 @@ class DaemonServer(uvicorn.Server):
 
 
 async def serve_app(app: FastAPI, binding: Binding, announce: Announce) -> None:
-    """Enter the lifespan, serve until a signal, leave the lifespan."""
+    """Enter the lifespan, serve until a signal, leave the lifespan.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+        SupervisorError: whatever the lifespan refuses to start for.
+    """
     async with app.router.lifespan_context(app):
-        await DaemonServer(app, binding, announce).serve()
+        # Bound after the lifespan took the state folder: its refusal names the other daemon.
+        with bind(binding) as listener:
+            await DaemonServer(app, binding, announce).serve(sockets=[listener])
+
+
+def bind(binding: Binding) -> socket.socket:
+    """A listening socket; the server itself would end the process when it cannot have one."""
+    family = socket.AF_INET6 if ":" in binding.host else socket.AF_INET
+    try:
+        return socket.create_server((binding.host, binding.port), family=family, backlog=512)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {binding.host}:{binding.port}: {error.strerror}",
+            reason="CannotListen",
+            hint="another program may have it: name another with --port, or 0 for a free one",
+        ) from error

@@ -12,7 +12,7 @@ import typer
 
 from supervisor.commands.output import Format, OutputOption, emit, say
 from supervisor.commands.session import session_of
-from supervisor.domain.errors import ConfigError, SupervisorError
+from supervisor.domain.errors import SupervisorError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -92,14 +92,7 @@ def serve(
         typer.echo(f"listening on {url}/#code={code}  admin token: {settings.admin_token_file}")
         sys.stdout.flush()
 
-    try:
-        asyncio.run(serve_app(app, Binding.of(settings), announce))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}",
-            reason="CannotListen",
-            hint="another program has the port: name another with --port, or 0 for a free one",
-        ) from error
+    asyncio.run(serve_app(app, Binding.of(settings), announce))
 
 
 async def _login_code(app: FastAPI) -> str:

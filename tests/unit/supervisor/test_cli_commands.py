@@ -1,0 +1,619 @@
+"""The commands against a real server in a thread: data on stdout, exit codes, errors that help.
+
+The reconciler is absent; where a command waits, `settle` plays it: it ends operations as a test says.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import threading
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+
+import pytest
+import yaml
+from sqlmodel import select
+
+from supervisor import cli
+from supervisor.services import telemetry
+from supervisor.store.operations import finish_operation
+from supervisor.store.queries import list_open_operations
+from supervisor.store.tables import Node, Run
+from tests.support.api_app import (
+    build_api,
+    end_attempt,
+    live_server,
+    seed_attempt,
+    seed_node,
+    seed_run,
+)
+
+RUN_FILE = """
+name = "slammed"
+node = "local"
+[command]
+args = ["--data-dir", "/data"]
+"""
+
+
+@dataclass
+class Result:
+    code: int
+    out: str
+    err: str
+
+    def json(self):
+        return json.loads(self.out)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    api = build_api(tmp_path_factory.mktemp("cli") / "state")
+    with live_server(api) as live:
+        yield live
+    api.state.store.close()
+
+
+@pytest.fixture
+def live(server, tmp_path, monkeypatch):
+    """The server with an empty store and the environment of an admin."""
+    token_file = tmp_path / "token"
+    token_file.write_text(server.api.tokens["admin"] + "\n")
+    monkeypatch.setenv("DFLASHCTL_URL", server.url)
+    monkeypatch.setenv("DFLASHCTL_TOKEN_FILE", str(token_file))
+
+    def empty(session):
+        for table in (Run, Node):
+            for row in session.exec(select(table)).all():
+                session.delete(row)
+            session.flush()
+
+    server.api.state.store.write_sync(empty)
+    server.api.state.logs.is_unreachable = False
+    return server
+
+
+@pytest.fixture
+def node(live):
+    return seed_node(live.api.state)
+
+
+@pytest.fixture
+def run(live, node):
+    return seed_run(live.api.state)
+
+
+def ctl(*words, stdin=""):
+    """Run a command in this process as the console script does."""
+
+    class Out(io.TextIOWrapper):
+        def __init__(self):
+            super().__init__(io.BytesIO(), encoding="utf-8", write_through=True)
+
+        def text(self):
+            return self.buffer.getvalue().decode()
+
+    out, err = Out(), Out()
+    given, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
+    try:
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
+            cli.main([str(word) for word in words])
+    finally:
+        sys.stdin = given
+    return Result(end.value.code or 0, out.text(), err.text())
+
+
+@contextmanager
+def settle(live, *, status="done", result=None, error=None, first=None):
+    """End every operation that comes up, until the block ends; `first` runs once before."""
+    stop = threading.Event()
+    store = live.api.state.store
+
+    def end_all(session):
+        for operation in list_open_operations(session):
+            operation.progress = {"step": "working", "message": "on it"}
+            finish_operation(session, operation, status=status, result=result, error=error)
+
+    def loop():
+        waiting = [first] if first is not None else []
+        while not stop.wait(0.05):
+            if waiting and store.read_sync(list_open_operations):
+                waiting.pop()()
+            store.write_sync(end_all)
+
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(10)
+
+
+def test_nodes_from_add_to_rm(live):
+    added = ctl("node", "add", "ct1", "--root", "/srv/x", "-o", "json")
+    changed = ctl("node", "set", "ct1", "--python", "/usr/bin/python3", "-o", "json")
+    listed = ctl("node", "ls", "-o", "json")
+    shown = ctl("node", "show", "ct1", "-o", "yaml")
+    removed = ctl("node", "rm", "ct1", "--yes")
+
+    assert added.code == changed.code == removed.code == 0
+    assert added.json()["log_dir"] == "/srv/x/logs"
+    assert changed.json()["python"] == "/usr/bin/python3"
+    assert [item["name"] for item in listed.json()] == ["ct1"]
+    assert yaml.safe_load(shown.out)["name"] == "ct1"
+    assert removed.out == ""
+    assert ctl("node", "ls", "-o", "json").json() == []
+
+
+def test_tables_in_pipes_are_tab_separated_and_whole(live, run):
+    lines = ctl("ps").out.splitlines()
+
+    assert lines[0].split("\t")[:3] == ["NAME", "NODE", "PHASE"]
+    assert lines[1].split("\t")[:3] == ["slammed", "local", "pending"]
+
+
+def test_an_empty_list_says_the_next_command_on_stderr(live):
+    result = ctl("ps")
+
+    assert (result.code, result.out) == (0, "")
+    assert "dflashctl run FILE.toml" in result.err
+
+
+def test_every_listing_is_one_json_document(live, run):
+    seed_attempt(live.api.state, run)
+    for words in (
+        ["ps"],
+        ["show", "slammed"],
+        ["events"],
+        ["events", "slammed"],
+        ["node", "ls"],
+        ["node", "show", "local"],
+        ["drift", "slammed"],
+        ["explain", "slammed"],
+        ["plan", "start", "slammed"],
+        ["plan", "stop", "slammed"],
+        ["plan", "restart", "slammed"],
+        ["plan", "deploy", "local"],
+        ["top", "--once"],
+        ["top", "slammed", "--once"],
+        ["top", "local", "--once"],
+        ["secret", "ls"],
+        ["token", "ls"],
+        ["version"],
+        ["doctor"],
+    ):
+        document = ctl(*words, "-o", "json")
+        assert document.code == 0, (words, document.err)
+        document.json()
+        table = ctl(*words)
+        assert table.code == 0, (words, table.err)
+
+
+def test_a_node_is_checked_with_one_line_for_each_check(live, node):
+    report = [
+        {"name": "python", "status": "ok", "value": "3.11.2", "message": "", "remedy": None},
+        {
+            "name": "root free",
+            "status": "fail",
+            "value": "1.0 GiB",
+            "message": "too little",
+            "remedy": "free space",
+        },
+    ]
+
+    def store(session):
+        row = session.get(Node, node.id)
+        row.check_report = report
+        session.add(row)
+
+    live.api.state.store.write_sync(store)
+    with settle(live):
+        result = ctl("node", "check", "local")
+
+    assert result.code == 1
+    assert result.out.splitlines() == [
+        "ok    python     3.11.2",
+        "fail  root free  1.0 GiB  too little",
+        "                 → free space",
+    ]
+    assert "root free" in result.err
+
+
+def test_a_deploy_waits_and_shows_its_plan_before(live, node):
+    plan = ctl("node", "deploy", "local", "--dry-run")
+    with settle(live, result={"message": "unchanged"}):
+        result = ctl("node", "deploy", "local")
+
+    assert "1. check" in plan.out
+    assert (result.code, result.out) == (0, "local: unchanged\n")
+
+
+def test_run_stores_and_starts(live, node, tmp_path):
+    file = tmp_path / "slammed.toml"
+    file.write_text(RUN_FILE)
+
+    with settle(live, result={"message": "attempt 1 started"}):
+        result = ctl("run", file)
+
+    assert (result.code, result.out) == (0, "slammed: attempt 1 started\n")
+    assert "generation 1 stored" in result.err
+    assert "operation op" in result.err
+
+
+def test_run_without_start_only_stores(live, node, tmp_path):
+    file = tmp_path / "slammed.toml"
+    file.write_text(RUN_FILE)
+
+    result = ctl("run", file, "--no-start")
+
+    assert (result.code, result.out) == (0, "slammed\n")
+    assert ctl("show", "slammed", "-o", "json").json()["desired"] == "stopped"
+
+
+def test_run_reads_stdin(live, node):
+    assert ctl("run", "-", "--no-start", stdin=RUN_FILE).code == 0
+
+
+def test_a_typo_in_a_run_file_names_file_line_and_the_near_key(live, node, tmp_path):
+    file = tmp_path / "slammed.toml"
+    file.write_text(RUN_FILE + "[restrat]\npolicy = 'never'\n")
+
+    result = ctl("run", file)
+
+    assert result.code == 2
+    assert f"{file}:6" in result.err
+    assert "did you mean restart" in result.err
+    assert ctl("ps", "-o", "json").json() == []
+
+
+def test_a_run_file_that_is_not_there_is_a_usage_error(live, tmp_path):
+    result = ctl("run", tmp_path / "nothing.toml")
+
+    assert result.code == 2
+    assert "nothing.toml" in result.err
+
+
+def test_run_on_a_live_run_stores_the_generation_and_is_a_conflict(live, run, tmp_path):
+    seed_attempt(live.api.state, run)
+    file = tmp_path / "slammed.toml"
+    file.write_text(RUN_FILE + "[env]\nA = '1'\n")
+
+    result = ctl("run", file)
+
+    assert result.code == 4
+    assert "AlreadyRunning" in result.err
+    assert ctl("show", "slammed", "-o", "json").json()["generation"] == 2
+
+
+def test_start_of_a_live_run_is_a_conflict_and_stop_of_a_stopped_run_is_done(live, run):
+    stopped = ctl("stop", "slammed")
+    seed_attempt(live.api.state, run)
+
+    assert (stopped.code, ctl("start", "slammed").code) == (0, 4)
+
+
+def test_no_wait_prints_the_operation_and_returns(live, run):
+    result = ctl("start", "slammed", "--no-wait", "-o", "json")
+
+    assert result.json()["status"] == "pending"
+    assert ctl("restart", "slammed", "--no-wait").out.startswith("op")
+
+
+def test_a_wait_that_takes_too_long_says_that_it_goes_on(live, run):
+    result = ctl("start", "slammed", "--timeout", "0.3")
+
+    assert result.code == 6
+    assert "it goes on" in result.err
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [("PreflightFailed", 1), ("OutcomeUnknown", 5), ("ConnectRefused", 5), ("AlreadyRunning", 4)],
+)
+def test_a_failed_operation_ends_with_its_code_and_cause(live, run, reason, code):
+    error = {"reason": reason, "message": "module pynvml is missing", "hint": "deploy a lock that has it"}
+    with settle(live, status="failed", error=error):
+        result = ctl("start", "slammed")
+
+    assert (result.code, result.out) == (code, "")
+    assert "start failed: module pynvml is missing" in result.err
+    assert f"why: {reason}" in result.err
+    assert "do: deploy a lock that has it" in result.err
+
+
+def test_a_superseded_operation_is_a_conflict(live, run):
+    with settle(live, status="superseded"):
+        assert ctl("start", "slammed").code == 4
+
+
+def test_start_can_wait_until_training_has_begun(live, run):
+    with settle(live, first=lambda: seed_attempt(live.api.state, run, attempt_state="ready")):
+        result = ctl("start", "slammed", "--wait", "ready", "--timeout", "20")
+
+    assert result.code == 0
+    assert result.out.splitlines()[-1] == "slammed: ready"
+
+
+def test_start_says_why_the_training_will_not_begin(live, run):
+    def fail():
+        attempt = seed_attempt(live.api.state, run)
+        end_attempt(live.api.state, attempt, ended="failed", exit_code=3)
+
+    with settle(live, first=fail):
+        result = ctl("start", "slammed", "--wait", "ready", "--timeout", "20")
+
+    assert result.code == 1
+    assert "before it was ready" in result.err
+    assert "dflashctl explain slammed" in result.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["show", "nothing"],
+        ["stop", "nothing"],
+        ["logs", "nothing"],
+        ["events", "nothing"],
+        ["explain", "nothing"],
+        ["node", "show", "nothing"],
+        ["node", "check", "nothing"],
+        ["top", "nothing", "--once"],
+        ["token", "revoke", "nothing", "--yes"],
+        ["secret", "rm", "NOTHING", "--yes"],
+        ["logs", "slammed", "--attempt", "9"],
+    ],
+    ids=" ".join,
+)
+def test_what_does_not_exist_is_exit_3_with_a_hint(live, run, words):
+    result = ctl(*words)
+
+    assert (result.code, result.out) == (3, "")
+    assert result.err.startswith("error: ")
+
+
+def test_beginnings_of_names_are_enough_when_they_are_unambiguous(live, run):
+    seed_run(live.api.state, "slow")
+
+    assert ctl("show", "sla", "-o", "json").json()["name"] == "slammed"
+    assert ctl("show", run.id, "-o", "json").json()["name"] == "slammed"
+    ambiguous = ctl("show", "sl")
+    assert ambiguous.code == 2
+    assert "slammed, slow" in ambiguous.err
+    assert "did you mean slammed" in ctl("show", "slamed").err
+
+
+def test_destructive_commands_without_terminal_need_yes(live, run):
+    result = ctl("rm", "slammed")
+
+    assert result.code == 2
+    assert "--yes" in result.err
+    assert ctl("rm", "slammed", "--yes").code == 0
+    assert ctl("show", "slammed").code == 3
+
+
+def test_a_live_run_is_not_deleted(live, run):
+    seed_attempt(live.api.state, run)
+
+    assert ctl("rm", "slammed", "--yes").code == 4
+
+
+def test_logs_are_the_bytes_of_the_newest_attempt(live, run):
+    end_attempt(live.api.state, seed_attempt(live.api.state, run, log=b"old\n"))
+    seed_attempt(live.api.state, run, log="naïve\n\x1b[31mred\x1b[0m\n".encode())
+
+    assert ctl("logs", "slammed").out == "naïve\n\x1b[31mred\x1b[0m\n"
+    assert ctl("logs", "slammed", "--attempt", "1").out == "old\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "lines", "expected"),
+    [
+        (b"a\nb\nc\n", 2, "b\nc\n"),
+        (b"a\nb\nc", 2, "b\nc"),
+        (b"a\nb\n", 9, "a\nb\n"),
+        (b"a\nb\n", 0, ""),
+        (b"", 5, ""),
+        (b"\n\n\n", 1, "\n"),
+        (b"x" * 300_000 + b"\nlast\n", 1, "last\n"),
+        (b"first\n" + b"y" * 300_000 + b"\n", 1, "y" * 300_000 + "\n"),
+    ],
+    ids=["two", "open-end", "more", "none", "empty", "blank", "far", "long-line"],
+)
+def test_tail_counts_lines_from_the_end(live, run, log, lines, expected):
+    seed_attempt(live.api.state, run, log=log)
+
+    assert ctl("logs", "slammed", "--tail", lines).out == expected
+
+
+def test_grep_prints_whole_matching_lines_without_escapes(live, run):
+    seed_attempt(live.api.state, run, log=b"step 1\n\x1b[31mloss nan\x1b[0m\nstep 2")
+
+    assert ctl("logs", "slammed", "--grep", "loss|2").out == "loss nan\nstep 2\n"
+    assert ctl("logs", "slammed", "--grep", "(").code == 2
+
+
+def test_following_goes_on_into_the_next_attempt_with_a_marker(live, run):
+    first = seed_attempt(live.api.state, run, log=b"one\n")
+
+    def restart():
+        threading.Event().wait(0.8)
+        with live.api.state.logs.path(first.id).open("ab") as log:
+            log.write(b"two\n")
+        second = seed_attempt(live.api.state, run, log=b"three\n")
+        end_attempt(live.api.state, first, ended="failed")
+        threading.Event().wait(0.8)
+        end_attempt(live.api.state, second)
+
+    thread = threading.Thread(target=restart, daemon=True)
+    thread.start()
+    result = ctl("logs", "slammed", "-f", "--attempt", "1")
+    thread.join(20)
+    whole = ctl("logs", "slammed", "-f")
+
+    assert (result.code, result.out) == (0, "one\ntwo\n")
+    assert (whole.code, whole.out) == (0, "three\n")
+
+
+def test_following_from_the_first_attempt_shows_each_log_once(live, run):
+    first = seed_attempt(live.api.state, run, log=b"one\n")
+    done = threading.Event()
+
+    def restart():
+        threading.Event().wait(0.8)
+        second = seed_attempt(live.api.state, run, log=b"two\n")
+        end_attempt(live.api.state, first, ended="failed")
+        threading.Event().wait(1.5)
+        end_attempt(live.api.state, second)
+        done.set()
+
+    thread = threading.Thread(target=restart, daemon=True)
+    thread.start()
+    result = ctl("logs", "slammed", "-f")
+    thread.join(20)
+
+    assert done.is_set()
+    assert (result.code, result.out) == (0, "one\ntwo\n")
+    assert result.err == "--- slammed attempt 2: /srv/dflash/logs/train_slammed2.log\n"
+
+
+def test_a_node_that_cannot_be_asked_is_exit_5(live, run):
+    seed_attempt(live.api.state, run, log=b"x")
+    live.api.state.logs.is_unreachable = True
+
+    result = ctl("logs", "slammed")
+
+    assert result.code == 5
+    assert "ConnectTimeout" in result.err
+
+
+def test_events_are_printed_oldest_first_without_terminal_escapes(live, run):
+    ctl("restart", "slammed", "--no-wait", "--reason", "wrong \x1b[31mdata")
+    reasons = [event["reason"] for event in ctl("events", "slammed", "-o", "json").json()]
+    table = ctl("events", "slammed").out
+
+    assert reasons == ["RunCreated", "RestartRequested"]
+    assert "wrong data" in table
+    assert "\x1b" not in table
+
+
+def test_top_shows_queue_buckets_and_why_there_are_no_gpus(live, run):
+    attempt = seed_attempt(live.api.state, run)
+    record = {
+        "t": 1.0,
+        "step": 5,
+        "train": {"loss": 2.5, "tok_s": 1234.0, "eal": 3.1},
+        "queue": {
+            "hs": 31,
+            "min_ready": 30,
+            "max_depth": 90,
+            "buckets": [{"upto": 512, "depth": 1}, {"upto": 1024, "depth": 2}],
+        },
+    }
+    live.api.state.store.write_sync(
+        lambda session: telemetry.append_metrics(
+            session, run_id=run.id, attempt_id=attempt.id, records=[record]
+        )
+    )
+
+    out = ctl("top", "--once").out
+
+    assert "31 (30–90)" in out
+    assert "[1,2]" in out
+    assert "2.5000" in out
+    assert "local: GPU telemetry unavailable: NoSample" in out
+
+
+def test_secrets_come_from_stdin_and_are_never_printed(live):
+    stored = ctl("secret", "set", "WANDB_API_KEY", stdin="hunter2\n")
+    listed = ctl("secret", "ls")
+
+    assert stored.code == 0
+    assert "hunter2" not in stored.out + stored.err + listed.out
+    assert "WANDB_API_KEY" in listed.out
+    assert ctl("secret", "set", "EMPTY", stdin="\n").code == 2
+    assert ctl("secret", "rm", "WANDB_API_KEY", "--yes").code == 0
+
+
+def test_tokens_are_created_into_a_private_file_and_work(live, tmp_path, monkeypatch):
+    file = tmp_path / "ci.token"
+
+    created = ctl("token", "create", "ci", "--scope", "read", "--file", file)
+    monkeypatch.setenv("DFLASHCTL_TOKEN_FILE", str(file))
+
+    assert (created.code, created.out) == (0, "")
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert ctl("ps").code == 0
+    assert ctl("node", "add", "x").code == 7
+    assert ctl("token", "create", "again", "--file", file).code == 2
+
+
+def test_a_wrong_token_is_exit_7(live, tmp_path, monkeypatch):
+    file = tmp_path / "wrong"
+    file.write_text("dfs_wrong")
+    monkeypatch.setenv("DFLASHCTL_TOKEN_FILE", str(file))
+
+    assert ctl("ps").code == 7
+
+
+def test_a_missing_token_file_is_a_usage_error_with_the_remedy(live, tmp_path, monkeypatch):
+    monkeypatch.setenv("DFLASHCTL_TOKEN_FILE", str(tmp_path / "none"))
+
+    result = ctl("ps")
+
+    assert result.code == 2
+    assert "dflashctl serve" in result.err
+
+
+def test_a_daemon_that_is_not_there_is_exit_5_with_the_next_command(live, monkeypatch):
+    monkeypatch.setenv("DFLASHCTL_URL", "http://127.0.0.1:9")
+
+    result = ctl("ps")
+
+    assert result.code == 5
+    assert "dflashctl serve" in result.err
+
+
+def test_flags_win_over_the_environment(live, monkeypatch):
+    monkeypatch.setenv("DFLASHCTL_URL", "http://127.0.0.1:9")
+
+    assert ctl("--url", live.url, "ps").code == 0
+
+
+def test_doctor_tells_where_each_value_came_from(live, monkeypatch):
+    values = {item["name"]: item for item in ctl("doctor", "-o", "json").json()}
+    monkeypatch.setenv("DFLASHCTL_URL", "http://127.0.0.1:9")
+    broken = ctl("doctor")
+
+    assert values["url"]["value"] == f"{live.url} (environment)"
+    assert values["daemon"]["status"] == "ok"
+    assert broken.code == 1
+    assert "fail  daemon" in broken.out
+
+
+def test_debug_shows_the_traceback_and_plain_errors_do_not(live):
+    assert "Traceback" in ctl("--debug", "show", "nothing").err
+    assert "Traceback" not in ctl("show", "nothing").err
+
+
+def test_ctrl_c_detaches_and_leaves_the_operation_alone(live, run, monkeypatch):
+    from supervisor.client import Client
+
+    def interrupt(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, "wait_operation", interrupt)
+    result = ctl("start", "slammed")
+
+    assert result.code == 0
+    assert "detached; start goes on as op" in result.err
+    assert ctl("show", "slammed", "-o", "json").json()["desired"] == "running"
+
+
+def test_ssh_nodes_need_a_confirmed_fingerprint(live):
+    result = ctl("node", "add", "far", "--transport", "ssh", "--host", "127.0.0.1", "--port", "9")
+
+    assert result.code == 5
+    assert "127.0.0.1:9" in result.err
