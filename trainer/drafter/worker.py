@@ -131,7 +131,9 @@ class DrafterWorker:
         self._interval = self._new_interval()
         self._pending: _Pending | None = None
         self._recent_packs: list[str] = []
-        self._skipped_seen = 0.0
+        # host sync: once, before the first step
+        self._skipped_seen = optimizer.skipped.item()
+        self._tokens_per_s_ema: float | None = None
         self._has_begun = False
         self.step_seconds = 0.0
         """duration of the latest optimizer step, waiting included"""
@@ -266,7 +268,9 @@ class DrafterWorker:
         if self._pending is not None:
             self._finish_report(self._pending)
         interval = self._interval
-        elapsed_s = max(time.monotonic() - interval.started_s, 1e-9)
+        rate = interval.tokens / max(time.monotonic() - interval.started_s, 1e-9)
+        before = self._tokens_per_s_ema
+        self._tokens_per_s_ema = rate if before is None else 0.8 * before + 0.2 * rate
         packs_done = min(self.step * self._config.optim.grad_accum, self._plan.total_packs)
         self._pending = _Pending(
             step=self.step,
@@ -287,7 +291,8 @@ class DrafterWorker:
                 "total_steps": self._plan.total_steps,
                 "lr": lr,
                 "noise_sigma": self._sigma(),
-                "tok_s": interval.tokens / elapsed_s,
+                "tok_s": rate,
+                "tok_s_ema": self._tokens_per_s_ema,
             },
             batch={
                 "packs": interval.packs,

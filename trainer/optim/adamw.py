@@ -149,6 +149,8 @@ class MasterAdamW:
                 }
         for kind in _COUNTERS:
             getattr(self, kind).copy_(_matching(tensors, f"counter.{kind}", self.skipped))
+        # the limit is for this process: a row that ended the former one must not end this one at once
+        self.longest_row.zero_()
 
 
 _ADAM_KINDS = ("step", "exp_avg", "exp_avg_sq")

@@ -173,6 +173,19 @@ def test_state_round_trip_continues_bit_for_bit():
     assert all(torch.equal(parameters(other)[name], value) for name, value in parameters(model).items())
 
 
+def test_row_of_bad_steps_does_not_outlive_a_resume():
+    rows, weights = torch.randn(6, 4), torch.rand(6)
+    optimizer = make_optimizer(make_model())
+    for _ in range(3):
+        optimizer.accumulate(*losses(make_model(), rows * float("nan"), weights))
+        optimizer.step(0.01)
+
+    resumed = make_optimizer(make_model())
+    resumed.load_state_tensors(optimizer.state_tensors())
+
+    assert (resumed.skipped.item(), resumed.in_a_row.item(), resumed.longest_row.item()) == (3, 3, 0)
+
+
 def test_state_of_another_shape_is_refused():
     optimizer = make_optimizer(make_model())
     tensors = optimizer.state_tensors()
