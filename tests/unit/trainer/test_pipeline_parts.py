@@ -1,0 +1,221 @@
+"""Small parts of the pipeline: sampler and feeder, sample cache, timers, devices, records."""
+
+import os
+
+import pytest
+import torch
+
+from trainer.config import DevicesConfig, TrainConfig
+from trainer.data.sampler import Feeder, PackSampler, bucket_counts
+from trainer.errors import ConfigError
+from trainer.pipeline import devices
+from trainer.pipeline.queues import FeedQueue, HiddenStatesQueue
+from trainer.pipeline.records import batch_record, queue_record
+from trainer.pipeline.timers import DeferredScalars, StageTimers, WorkerStats
+from trainer.pipeline.transfer import CpuSender
+from trainer.pipeline.workers import Board
+from trainer.target.cache import SampleCache
+
+
+def make_sampler(**changes):
+    values = {
+        "lengths": [3, 9, 4, 12, 7, 2, 16, 5],
+        "edges": (4, 8, 16),
+        "epochs": 3,
+        "seed": 1,
+        "token_budget": 16,
+        "max_batch_size": 4,
+    }
+    return PackSampler(**(values | changes))
+
+
+def test_remaining_packs_leave_out_what_was_consumed_and_whole_epochs():
+    sampler = make_sampler()
+    packs = len(sampler.plan(0))
+
+    left = list(sampler.remaining(lambda epoch, pack: epoch == 0 or (epoch == 1 and pack != 2)))
+
+    assert [[(item.epoch, item.pack_id) for item in items] for items in left] == [
+        [(1, 2)],
+        [(2, pack) for pack in range(packs)],
+    ]
+
+
+def test_largest_pack_of_each_bucket_comes_largest_first():
+    sampler = make_sampler()
+
+    items = sampler.largest_per_bucket()
+
+    assert [item.bucket for item in items] == [2, 1, 0]
+    for item in items:
+        peers = [other for other in sampler.plan(0) if other.bucket == item.bucket]
+        assert sum(sampler.lengths[s] for s in item.sample_ids) == max(
+            sum(sampler.lengths[s] for s in other.sample_ids) for other in peers
+        )
+
+
+def test_feeder_deals_everything_and_announces_each_epoch():
+    board, announced = Board(stall_s=60.0), []
+    feed = FeedQueue(1_000, board)
+    sampler = make_sampler()
+
+    Feeder(sampler, feed, is_consumed=lambda *_: False, open_epoch=announced.append, board=board).run()
+
+    dealt = []
+    while (item := feed.get()) is not None:
+        dealt.append(item)
+    assert dealt == [item for epoch in range(3) for item in sampler.plan(epoch)]
+    assert announced == [bucket_counts(sampler.plan(epoch), 3) for epoch in range(3)]
+
+
+def test_feeder_ends_when_the_run_stops():
+    board = Board(stall_s=60.0)
+    feed = FeedQueue(1_000, board)
+    board.stop.set()
+
+    Feeder(make_sampler(), feed, is_consumed=lambda *_: False, open_epoch=lambda _: None, board=board).run()
+
+    assert feed.get() is None
+
+
+def test_cache_gives_packs_back_in_the_asked_order():
+    cache = SampleCache(10_000)
+    hidden = torch.arange(2 * 5 * 3, dtype=torch.float32).view(5, 2, 3)
+    cache.add_pack([7, 9], [2, 3], hidden)
+
+    assert torch.equal(cache.find_pack([9, 7]), torch.cat([hidden[2:], hidden[:2]]))
+    assert cache.find_pack([7, 8]) is None
+
+
+def test_cache_never_grows_above_its_limit():
+    cache = SampleCache(100)
+    for sample in range(10):
+        cache.add_pack([sample], [2], torch.zeros(2, 1, 4))
+
+    assert cache.nbytes == 96
+    assert cache.find_pack([2]) is not None
+    assert cache.find_pack([3]) is None
+
+
+def test_cached_sample_does_not_share_memory_with_the_pack():
+    cache = SampleCache(10_000)
+    hidden = torch.zeros(2, 1, 4)
+    cache.add_pack([0], [2], hidden)
+    hidden += 1
+
+    assert cache.find_pack([0]).sum() == 0
+
+
+def test_cpu_sender_delivers_the_valid_rows():
+    hidden = torch.arange(2 * 3 * 1 * 2).view(2, 3, 1, 2)
+    delivered = []
+
+    CpuSender().send(
+        hidden, torch.tensor([0, 1, 3]), lambda packed, pinned: delivered.append((packed, pinned))
+    )
+
+    assert torch.equal(delivered[0][0], hidden.flatten(0, 1)[[0, 1, 3]])
+    assert delivered[0][1] is None
+
+
+def test_stage_means_are_kept_until_new_ones_come():
+    timers = StageTimers("cpu")
+    with timers.stage("forward"):
+        pass
+
+    first = timers.take()
+    assert set(first) == {"forward_ms"}
+    assert timers.take() == first
+
+
+def test_waiting_does_not_count_as_busy():
+    stats = WorkerStats("target-cpu")
+    with stats.working(), stats.waiting():
+        pass
+    stats.add(5)
+
+    record = stats.take()
+
+    assert (record["name"], record["batches"], record["tokens"]) == ("target-cpu", 1, 5)
+    assert 0.0 <= record["busy_ratio"] <= 1.0
+
+
+def test_deferred_scalars_keep_names_and_precision():
+    scalars = DeferredScalars({"a": torch.tensor(1), "b": torch.tensor(0.25)})
+
+    assert scalars.is_ready()
+    assert scalars.read() == {"a": 1.0, "b": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "expected"),
+    [
+        ("auto", "cpu", torch.float32),
+        ("auto", "cuda:1", torch.bfloat16),
+        ("bf16", "cpu", torch.bfloat16),
+        ("fp32", "cuda:1", torch.float32),
+    ],
+)
+def test_dtype_follows_choice_then_device(choice, device, expected):
+    assert devices.pick_dtype(choice, device) == expected
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "may_compile", "expected"),
+    [
+        ("auto", "cpu", True, "sdpa"),
+        ("auto", "cuda:0", True, "flex"),
+        ("auto", "cuda:0", False, "sdpa"),
+        ("dense", "cuda:0", True, "dense"),
+    ],
+)
+def test_attention_follows_choice_device_and_compile(choice, device, may_compile, expected):
+    assert devices.pick_attention(choice, device, may_compile=may_compile) == expected
+
+
+def config_for(tmp_path, **changes):
+    (tmp_path / "config.json").write_text("{}")
+    from trainer.config import PathsConfig
+
+    paths = PathsConfig(target_model=str(tmp_path), data_dir=str(tmp_path), output_dir=str(tmp_path))
+    return TrainConfig(paths=paths, devices=DevicesConfig(**changes))
+
+
+def test_cpu_workers_share_the_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(6))
+
+    assert devices.cpu_threads(config_for(tmp_path)) == 3
+    assert devices.cpu_threads(config_for(tmp_path), is_alone=True) == 6
+    assert devices.cpu_threads(config_for(tmp_path, drafter_gpus="0")) == 6
+    assert devices.cpu_threads(config_for(tmp_path, cpu_threads=2), is_alone=True) == 2
+
+
+def test_missing_cuda_index_is_refused_with_the_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    devices.check_devices(config_for(tmp_path, target_gpus="1"))
+    with pytest.raises(ConfigError, match="--drafter-gpus names 2, but torch sees 2 CUDA devices"):
+        devices.check_devices(config_for(tmp_path, drafter_gpus="2"))
+
+
+def test_available_memory_is_plausible():
+    assert 1 << 20 < devices.available_bytes() < 1 << 46
+
+
+def test_queue_record_sums_up_per_bucket():
+    queue = HiddenStatesQueue(
+        Board(stall_s=60.0), buckets=2, min_ready=1, max_depth=4, max_bytes=99, producers=1, seed=0
+    )
+
+    record = queue_record(3, queue.snapshot(), (8, 16))
+
+    assert (record["feed"], record["hs"], record["min_ready"], record["max_depth"]) == (3, 0, 1, 4)
+    assert record["buckets"] == [{"upto": 8, "depth": 0}, {"upto": 16, "depth": 0}]
+
+
+def test_batch_record_is_null_where_nothing_is_known():
+    nothing = batch_record(sequences=0, padded_tokens=0, valid_tokens=0, bucket_batches=[0, 0])
+    some = batch_record(sequences=2, padded_tokens=10, valid_tokens=9, bucket_batches=[1, 1])
+
+    assert (nothing["padding_ratio"], nothing["bucket_entropy"]) == (None, None)
+    assert some["padding_ratio"] == 0.1
