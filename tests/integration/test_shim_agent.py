@@ -535,3 +535,14 @@ def test_processes_lists_recorded_trainers_with_their_reason(bench: ShimBench) -
     mine = [row for row in rows if row["pid"] == state["identity"]["pid"]]
     assert mine[0]["attempt_id"] == "a1"
     assert mine[0]["reasons"] == ["RecordedTrainer"]
+
+
+def test_paths_tells_files_folders_and_room(bench: ShimBench, tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing" / "deeper")
+
+    found = bench.agent().result("paths", paths=["/bin/sh", str(tmp_path), missing])["paths"]
+
+    assert (found["/bin/sh"]["is_file"], found["/bin/sh"]["executable"]) == (True, True)
+    assert found[str(tmp_path)]["is_dir"] is True
+    assert found[missing]["exists"] is False
+    assert found[missing]["disk"]["free"] > 0
