@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ HUGE_TOKENS = 4_194_304
 """Longer rows are taken for a mistake (a whole file in one row) and skipped, not truncated."""
 EXAMPLES_PER_REASON = 3
 SUFFIXES = (".parquet", ".arrow", ".jsonl")
+COLUMNS = ("input_ids", "loss_mask", "prompt_len", "domain")
 
 SKIP_REASONS = {
     "bad_json": "the line is not a JSON object",
@@ -276,19 +278,25 @@ def _read_columnar(file: Path) -> Iterator[tuple[str, Any]]:
             pq.ParquetFile(file).iter_batches() if file.suffix == ".parquet" else _arrow_batches(pa, file)
         )
         for batch in batches:
-            columns = {
-                name: batch.column(name)
-                for name in ("input_ids", "loss_mask", "prompt_len", "domain")
-                if name in batch.schema.names
-            }
+            columns = {name: _cells(pa, batch.column(name)) for name in COLUMNS if name in batch.schema.names}
             for index in range(batch.num_rows):
                 number += 1
-                yield (
-                    f"{file.name}:{number}",
-                    {name: column[index].as_py() for name, column in columns.items()},
-                )
+                yield f"{file.name}:{number}", {name: cells[index] for name, cells in columns.items()}
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"cannot read data file: {file}: {error}") from error
+
+
+def _cells(pa: Any, column: Any) -> Sequence[Any]:
+    """Python values of a column; lists of whole numbers stay arrays (building lists takes minutes per GB)."""
+    is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    if not is_list or column.null_count or not pa.types.is_integer(column.type.value_type):
+        cells: list[Any] = column.to_pylist()
+        return cells
+    if column.values.null_count:
+        return list(column.to_pylist())
+    values = column.values.to_numpy()
+    offsets = column.offsets.to_numpy()
+    return [values[start:end] for start, end in pairwise(offsets.tolist())]
 
 
 def _arrow_batches(pa: Any, file: Path) -> Iterator[Any]:

@@ -175,6 +175,40 @@ def test_a_damaged_columnar_file_is_an_error_that_names_it(tmp_path, name):
         Corpus.open(tmp_path, max_seq_len=8, vocab_size=VOCAB)
 
 
+@pytest.mark.parametrize("write", [write_parquet, write_arrow_stream], ids=lambda write: write.__name__)
+def test_columns_with_gaps_or_foreign_types_are_counted_row_by_row(tmp_path, write):
+    rows = [
+        GOOD,
+        GOOD | {"input_ids": None},
+        GOOD | {"input_ids": [5, None, 7, 8]},
+        GOOD | {"loss_mask": None},
+    ]
+    write(tmp_path, rows)
+
+    report = Corpus.open(tmp_path, max_seq_len=64, vocab_size=VOCAB).report
+
+    assert report.kept == 1
+    assert dict(report.skipped) == {"missing_input_ids": 1, "wrong_type": 1, "missing_mask": 1}
+
+
+def test_boolean_masks_and_text_columns_are_read_or_refused_by_type(tmp_path):
+    write_parquet(tmp_path, [GOOD | {"loss_mask": [False, False, True, True]}])
+    assert as_rows(Corpus.open(tmp_path, max_seq_len=64, vocab_size=VOCAB)) == [GOOD]
+
+    write_parquet(tmp_path, [GOOD | {"input_ids": ["a", "b", "c", "d"]}])
+    with pytest.raises(DataError, match="wrong_type 1"):
+        Corpus.open(tmp_path, max_seq_len=64, vocab_size=VOCAB)
+
+
+def test_a_slice_of_a_table_keeps_its_rows_apart(tmp_path):
+    rows = tiny_samples()
+    table = pa.Table.from_pylist(rows).slice(5, 7)
+    with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+
+    assert as_rows(Corpus.open(tmp_path, max_seq_len=64, vocab_size=VOCAB)) == rows[5:12]
+
+
 def test_samples_cannot_be_written_to(tmp_path):
     corpus = open_rows(tmp_path, [GOOD])
 

@@ -34,6 +34,7 @@ def untrained():
 
 
 def test_demo_settings_are_valid(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     flags = {
         "--target-model": str(tmp_path),
         "--data-dir": str(tmp_path),
