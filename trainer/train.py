@@ -21,7 +21,7 @@ from trainer.checkpoint.export import export_drafter
 from trainer.checkpoint.lineage import StartPoint, choose_start
 from trainer.checkpoint.state import ConsumedPacks, TrainState, compare, read_state, write_state
 from trainer.checkpoint.store import CheckpointStore
-from trainer.config import TrainConfig, config_hash
+from trainer.config import OptimConfig, TrainConfig, config_hash
 from trainer.data.buckets import bucket_edges
 from trainer.data.chat import encode_prompt
 from trainer.data.corpus import Corpus
@@ -90,6 +90,16 @@ class _Parts:
     plan: StepPlan
     attention: str
     target_lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lines:
+    """What connects the workers: queues, pinned buffers, and the largest pack [T, L, D]."""
+
+    feed: FeedQueue[BatchPlanItem]
+    hidden_states: HiddenStatesQueue[QueuedPack]
+    pool: PinnedPool
+    slot_shape: tuple[int, int, int]
 
 
 class Trainer:
@@ -262,16 +272,7 @@ class Trainer:
                 embed_scale=target.info.embed_scale,
                 logit_softcap=target.info.logit_softcap,
             ),
-            optimizer=MasterAdamW(
-                drafter.named_parameters(),
-                AdamWSettings(
-                    beta1=optim.beta1,
-                    beta2=optim.beta2,
-                    eps=optim.eps,
-                    weight_decay=optim.weight_decay,
-                    grad_clip=optim.grad_clip,
-                ),
-            ),
+            optimizer=MasterAdamW(drafter.named_parameters(), adamw_settings(optim)),
             consumed=ConsumedPacks(packs, optim.epochs),
             plan=StepPlan(
                 first_step=0,
@@ -330,60 +331,95 @@ class Trainer:
     # -- pipeline -----------------------------------------------------------------------------------------
 
     def _run_pipeline(self, parts: _Parts) -> None:
+        """Build queues and workers, warm up, start the threads, and watch them to their end."""
         config, board = self.config, self._board
-        pool = PinnedPool()
-        slot_shape = (
-            config.data.token_budget,
-            len(parts.drafter.config.target_layer_ids),
-            parts.target.info.hidden_size,
-        )
-        feed: FeedQueue[BatchPlanItem] = FeedQueue(config.queue.feed_depth, board)
-        hidden_states: HiddenStatesQueue[QueuedPack] = HiddenStatesQueue(
-            board,
-            buckets=len(parts.sampler.edges),
-            min_ready=config.queue.hs_min_ready,
-            max_depth=config.queue.hs_max_depth,
-            max_bytes=config.queue.hs_max_bytes or available_bytes() * 2 // 5,
-            producers=len(config.devices.targets()),
-            seed=config.optim.seed,
-            ordered=config.queue.ordered,
-        )
+        board.beat("start")
+        lines = self._open_lines(parts)
         feeder = Feeder(
             parts.sampler,
-            feed,
+            lines.feed,
             is_consumed=parts.consumed.has,
-            open_epoch=hidden_states.open_epoch,
+            open_epoch=lines.hidden_states.open_epoch,
             board=board,
         )
-        cache_bytes = config.target.cache_features_bytes
-        target_worker = TargetWorker(
-            name=f"target-{worker_suffix(str(parts.target.device))}",
-            target=parts.target,
+        target_worker = self._build_target_worker(parts, lines)
+        drafter_worker = self._build_drafter_worker(parts, lines, target_worker)
+        self._worker = drafter_worker
+        self._connect_sources(lines, target_worker, drafter_worker, parts)
+        self._warm_up(target_worker, drafter_worker)
+        group = WorkerGroup(board)
+        group.add("feeder", feeder.run)
+        group.add(target_worker.name, target_worker.run)
+        group.add(drafter_worker.name, drafter_worker.run)
+        self._leave_if_stopped()
+        self._status.set_phase("filling", f"until {config.queue.hs_min_ready} packs wait")
+        group.start()
+        self._watch(group)
+
+    def _open_lines(self, parts: _Parts) -> _Lines:
+        config, board = self.config, self._board
+        return _Lines(
+            feed=FeedQueue(config.queue.feed_depth, board),
+            hidden_states=HiddenStatesQueue(
+                board,
+                buckets=len(parts.sampler.edges),
+                min_ready=config.queue.hs_min_ready,
+                max_depth=config.queue.hs_max_depth,
+                max_bytes=config.queue.hs_max_bytes or available_bytes() * 2 // 5,
+                producers=len(config.devices.targets()),
+                seed=config.optim.seed,
+                ordered=config.queue.ordered,
+            ),
+            pool=PinnedPool(),
+            slot_shape=(
+                config.data.token_budget,
+                len(parts.drafter.config.target_layer_ids),
+                parts.target.info.hidden_size,
+            ),
+        )
+
+    def _build_target_worker(self, parts: _Parts, lines: _Lines) -> TargetWorker:
+        target, cache_bytes = parts.target, self.config.target.cache_features_bytes
+        return TargetWorker(
+            name=f"target-{worker_suffix(str(target.device))}",
+            target=target,
             corpus=parts.corpus,
             layer_ids=parts.drafter.config.target_layer_ids,
-            feed=feed,
+            feed=lines.feed,
             sender=open_sender(
-                board=board, pool=pool, device=parts.target.device, shape=slot_shape, dtype=parts.target.dtype
+                board=self._board,
+                pool=lines.pool,
+                device=target.device,
+                shape=lines.slot_shape,
+                dtype=target.dtype,
             ),
-            hidden_states=hidden_states,
-            board=board,
+            hidden_states=lines.hidden_states,
+            board=self._board,
             lock=parts.target_lock,
             cache=SampleCache(cache_bytes) if cache_bytes else None,
         )
-        drafter_worker = DrafterWorker(
+
+    def _build_drafter_worker(self, parts: _Parts, lines: _Lines, target: TargetWorker) -> DrafterWorker:
+        config = self.config
+
+        def threads() -> int:
+            # with cached hidden states the target idles from the second epoch on
+            return cpu_threads(config, is_alone=target.is_cached)
+
+        return DrafterWorker(
             name=f"drafter-{worker_suffix(str(parts.drafter.device))}",
             drafter=parts.drafter,
             ends=parts.ends,
             optimizer=parts.optimizer,
             receiver=open_receiver(
-                hidden_states,
-                board=board,
-                pool=pool,
+                lines.hidden_states,
+                board=self._board,
+                pool=lines.pool,
                 device=parts.drafter.device,
-                shape=slot_shape,
+                shape=lines.slot_shape,
                 dtype=parts.target.dtype,
             ),
-            board=board,
+            board=self._board,
             config=config,
             plan=parts.plan,
             attention=parts.attention,
@@ -392,32 +428,10 @@ class Trainer:
                 report=self._reporter.submit,
                 first_pack=lambda: self._status.set_phase("training"),
                 after_step=self._after_step,
-                at_end=functools.partial(self._at_end, close=hidden_states.close),
+                at_end=functools.partial(self._at_end, close=lines.hidden_states.close),
             ),
-            # with cached hidden states the target idles from the second epoch on
-            cpu_threads=(lambda: cpu_threads(config, is_alone=target_worker.is_cached))
-            if cache_bytes
-            else None,
+            cpu_threads=threads if config.target.cache_features_bytes else None,
         )
-        self._worker = drafter_worker
-        self._connect_sources(feed, hidden_states, target_worker, drafter_worker, parts)
-        self._reporter.prime(
-            IntervalReport(
-                step=parts.plan.first_step,
-                tokens=parts.plan.tokens,
-                train=empty_train(parts.plan.total_steps),
-            )
-        )
-        self._warm_up(target_worker, drafter_worker)
-        group = WorkerGroup(board)
-        group.add("feeder", feeder.run)
-        group.add(target_worker.name, target_worker.run)
-        group.add(drafter_worker.name, drafter_worker.run)
-        self._leave_if_stopped()
-        self._status.set_phase("filling", f"until {config.queue.hs_min_ready} packs wait")
-        board.beat("start")
-        group.start()
-        self._watch(group)
 
     def _warm_up(self, target: TargetWorker, drafter: DrafterWorker) -> None:
         """On CUDA, run the largest pack of each bucket once, largest first, while memory is free."""
@@ -428,9 +442,8 @@ class Trainer:
             self._leave_if_stopped()
             started_s = time.monotonic()
             self._status.set_phase("compiling", f"bucket {item.bucket}, {len(item.sample_ids)} samples")
-            pack = target.compute(item)
-            with on_device(parts.drafter.device):
-                drafter.warm_up(pack)
+            with self._board.quiet("warm-up"), on_device(parts.drafter.device):
+                drafter.warm_up(target.compute(item))
             _LOG.info("warmed up bucket %d in %.1f s", item.bucket, time.monotonic() - started_s)
 
     def _watch(self, group: WorkerGroup) -> None:
@@ -451,18 +464,14 @@ class Trainer:
         group.raise_first()
 
     def _connect_sources(
-        self,
-        feed: FeedQueue[BatchPlanItem],
-        hidden_states: HiddenStatesQueue[QueuedPack],
-        target: TargetWorker,
-        drafter: DrafterWorker,
-        parts: _Parts,
+        self, lines: _Lines, target: TargetWorker, drafter: DrafterWorker, parts: _Parts
     ) -> None:
+        """Tell the reporter where the parts of a line come from, and what is known before the first step."""
         sources = self._reporter.sources
         edges = parts.sampler.edges
         devices = [*self.config.devices.targets(), *self.config.devices.drafters()]
         sources.tokens = lambda: drafter.tokens
-        sources.queue = lambda: queue_record(len(feed), hidden_states.snapshot(), edges)
+        sources.queue = lambda: queue_record(len(lines.feed), lines.hidden_states.snapshot(), edges)
         sources.profile = lambda: {"target": target.timers.take(), "drafter": drafter.timers.take()}
         sources.workers = lambda: [target.stats.take(), drafter.stats.take()]
         sources.cuda = lambda: cuda_memory(devices)
@@ -471,6 +480,13 @@ class Trainer:
             padded_tokens=target.padded_tokens,
             valid_tokens=target.stats.tokens,
             bucket_batches=[target.bucket_batches.get(bucket, 0) for bucket in range(len(edges))],
+        )
+        self._reporter.prime(
+            IntervalReport(
+                step=parts.plan.first_step,
+                tokens=parts.plan.tokens,
+                train=empty_train(parts.plan.total_steps),
+            )
         )
 
     # -- between steps (called on the drafter's thread) ---------------------------------------------------
@@ -569,3 +585,14 @@ class Trainer:
 
     def _needed_to_stop_s(self) -> float:
         return (self._worker.step_seconds if self._worker else 0.0) + 2.0 * self._save_seconds
+
+
+def adamw_settings(optim: OptimConfig) -> AdamWSettings:
+    """Pick the optimizer's constants from the configuration."""
+    return AdamWSettings(
+        beta1=optim.beta1,
+        beta2=optim.beta2,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        grad_clip=optim.grad_clip,
+    )
