@@ -201,6 +201,27 @@ def test_a_process_that_outlives_all_deadlines_is_quarantined() -> None:
     assert isinstance(only(ask(STOPPED, unseen, make_history(stopping()), after_s=late)), act.Nothing)
 
 
+def test_a_quarantined_process_waits_for_a_person_and_ends_by_evidence() -> None:
+    left = replace(stopping(), state=AttemptState.QUARANTINED)
+    assert only(ask(STOPPED, make_observed(alive=True), make_history(left))) == act.Nothing(
+        reason="Quarantined"
+    )
+    done = make_observed(exit=ExitFacts(code=0))
+    assert only(ask(STOPPED, done, make_history(left))).state is AttemptState.STOPPED
+
+
+def test_a_launch_that_the_shim_is_about_to_execute_is_waited_for() -> None:
+    seen = make_observed(shim_answer=ShimAnswer.KNOWN, shim_phase="launching")
+    assert only(ask(make_desired(), seen, make_history(launching()))) == act.Nothing(reason="Launching")
+
+
+def test_too_many_uncounted_restarts_keep_drift_waiting() -> None:
+    ledger = Ledger(uncounted=(T0,) * 10)
+    spec = make_spec(drift={"capability": "now"})
+    history = make_history(make_facts(), ledger=ledger)
+    assert ask(make_desired(), make_observed(drift=drift()), history, spec=spec).reason == "DriftCeiling"
+
+
 # --- end by evidence -----------------------------------------------------------------------------------
 
 

@@ -344,6 +344,57 @@ def test_a_start_plan_says_what_would_be_refused(store: Store) -> None:
     assert plan["would_refuse"]["reason"] == "AlreadyRunning"
 
 
+def risks(store: Store) -> list[str]:
+    found: list[str] = store.read_sync(lambda session: runs.plan_start(session, the_run(session)))["risks"]
+    return found
+
+
+def test_a_plan_names_what_could_go_wrong(store: Store) -> None:
+    assert "nothing has been deployed" in risks(store)[0]
+    store.write_sync(lambda session: deploy(session, "d1", sequence=1))
+    assert "not proved good yet" in risks(store)[0]
+
+    def fail(session: Session) -> None:
+        deployment = session.get(Deployment, "d1")
+        assert deployment is not None
+        deployment.is_good = False
+        session.add(deployment)
+        run = the_run(session)
+        run.conditions = [{"type": "Reachable", "status": "false", "message": "refused"}]
+        session.add(run)
+
+    store.write_sync(fail)
+    assert risks(store) == [
+        "the release and environment failed before",
+        "the node cannot be reached now: refused",
+    ]
+
+
+def test_stopping_without_saving_names_the_loss(store: Store, clock: FakeClock) -> None:
+    with_attempt(
+        store, "ready", last_checkpoint={"step": 1, "path": "/c", "saved_at": "2026-11-01T12:00:00+00:00"}
+    )
+    clock.move(90)
+    plan = store.read_sync(lambda session: runs.plan_stop(session, the_run(session), save=False))
+    assert plan["risks"] == ["without saving, 90 s of work since the last checkpoint are lost"]
+
+
+def test_a_list_shows_each_run_in_short_and_deployments_in_full(store: Store) -> None:
+    store.write_sync(lambda session: deploy(session, "d1", sequence=1))
+    short = store.read_sync(
+        lambda session: [views.run_summary(session, run) for run in runs.list_runs(session)]
+    )
+    assert (short[0]["name"], short[0]["deployment"]["id"], short[0]["phase"]) == ("slammed", "d1", "pending")
+    assert "last_decision" not in short[0]
+    node = store.read_sync(lambda session: nodes.get_node(session, "local"))
+    shown = store.read_sync(
+        lambda session: [
+            views.deployment_view(session, found) for found in nodes.list_deployments(session, node)
+        ]
+    )
+    assert [(item["id"], item["is_current"]) for item in shown] == [("d1", True)]
+
+
 # --- views and facts -----------------------------------------------------------------------------------
 
 
