@@ -108,6 +108,10 @@ def _before_start(desired: Desired, live: AttemptFacts, observed: Observed) -> D
         return one(again, "LaunchNeverArrived", "the shim proved that it has no such attempt; same id again")
     if observed.reachable is False:
         return wait("Unreachable", "whether the launch arrived is not known, and the node cannot be asked")
+    is_fresh = observed.at > live.last_action_at
+    if observed.shim_phase == "launching" and is_fresh and observed.alive is observed.shim_alive is False:
+        settle = ResolveLaunch(attempt_id=live.id, tombstone=True)
+        return one(settle, "LaunchDied", "the shim died before the exec: the attempt is closed in the node")
     if observed.shim_phase == "launching":
         return wait("Launching", "the shim is about to execute the program")
     ask = ResolveLaunch(attempt_id=live.id)

@@ -256,6 +256,7 @@ LAUNCH_REASONS: Mapping[str, Reason] = {
     "ExecFailed": Reason.EXEC_FAILED,
     "NoSpace": Reason.NO_SPACE,
     "Tombstone": Reason.TOMBSTONE,
+    "ShimDied": Reason.SHIM_LOST,
 }
 """The shim's words for a failed launch; any other one is LaunchRejected."""
 

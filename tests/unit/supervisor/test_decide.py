@@ -213,6 +213,19 @@ def test_a_quarantined_process_waits_for_a_person_and_ends_by_evidence() -> None
 def test_a_launch_that_the_shim_is_about_to_execute_is_waited_for() -> None:
     seen = make_observed(shim_answer=ShimAnswer.KNOWN, shim_phase="launching")
     assert only(ask(make_desired(), seen, make_history(launching()))) == act.Nothing(reason="Launching")
+    half = replace(seen, alive=False)
+    assert isinstance(only(ask(make_desired(), half, make_history(launching()))), act.Nothing)
+
+
+def test_a_launch_whose_shim_died_is_closed_in_the_node_before_anything_follows() -> None:
+    seen = make_observed(shim_answer=ShimAnswer.KNOWN, shim_phase="launching", alive=False, shim_alive=False)
+    step = only(ask(make_desired(), seen, make_history(launching())))
+    assert step == act.ResolveLaunch(attempt_id="a1", tombstone=True)
+    old = replace(seen, at=T0 - timedelta(seconds=500))
+    assert isinstance(only(ask(make_desired(), old, make_history(launching()))), act.Nothing)
+    settled = make_observed(launch_error=LaunchError(reason="ShimDied", message="died"))
+    step = only(ask(make_desired(), settled, make_history(launching())))
+    assert (step.state, step.reason) == (AttemptState.LAUNCH_FAILED, Reason.SHIM_LOST)
 
 
 def test_too_many_uncounted_restarts_keep_drift_waiting() -> None:
