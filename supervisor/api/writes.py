@@ -18,6 +18,7 @@ from starlette.responses import Response
 from supervisor.api.deps import Caller, State, SupervisorState
 from supervisor.api.errors import instance_of
 from supervisor.api.jsonsafe import SafeJSONResponse, without_non_finite
+from supervisor.api.schemas import Plan
 from supervisor.services import idempotency
 from supervisor.services.auth import Principal
 
@@ -83,6 +84,33 @@ class Write:
         url = self.request.url
         body = (await self.request.body()).decode("utf-8", "replace")
         return idempotency.request_fingerprint(self.request.method, f"{url.path}?{url.query}", body)
+
+
+class _UndoneError(Exception):
+    """Carries a result out of a transaction that must not be kept."""
+
+    def __init__(self, result: Json) -> None:
+        super().__init__("undone on purpose")
+        self.result = result
+
+
+async def rehearse(state: SupervisorState, effect: Callable[[Session], Json]) -> Json:
+    """Run an effect with all its checks and undo it: what `dry_run` refuses, the request would refuse."""
+
+    def transaction(session: Session) -> None:
+        raise _UndoneError(effect(session))
+
+    try:
+        await state.store.write(transaction)
+    except _UndoneError as undone:
+        return undone.result
+    raise AssertionError("the transaction always raises")
+
+
+PLANNED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "With `dry_run`: the plan; nothing was changed.", "model": Plan}
+}
+"""Documents the second answer of an action."""
 
 
 def to_response(reply: Reply) -> Response:

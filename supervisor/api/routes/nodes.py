@@ -12,8 +12,9 @@ from supervisor.api.conditional import IfMatch, check_if_match, tagged
 from supervisor.api.deps import Cursor, DryRun, Limit, State
 from supervisor.api.hostkeys import HostKey, pinned_key, scan
 from supervisor.api.paging import page_of
-from supervisor.api.writes import Reply, WriteDep, accepted, to_response
+from supervisor.api.writes import PLANNED, Reply, WriteDep, accepted, rehearse, to_response
 from supervisor.services import nodes, plans, telemetry, views
+from supervisor.store.tables import Node
 
 router = APIRouter(prefix="/nodes", tags=["nodes"])
 
@@ -31,18 +32,34 @@ async def list_nodes(state: State, limit: Limit = 50, cursor: Cursor = None) -> 
     return await state.store.read(read)
 
 
-@router.post("", response_model=schemas.NodeView | schemas.NodePlan, status_code=201)
-async def add_node(body: schemas.NodeCreate, write: WriteDep, dry_run: DryRun = False) -> Response | Any:
+@router.post(
+    "",
+    response_model=schemas.NodeView,
+    status_code=201,
+    responses={
+        200: {"description": "With `dry_run`: the plan, and the host's key.", "model": schemas.NodePlan}
+    },
+)
+async def add_node(body: schemas.NodeCreate, state: State, write: WriteDep, dry_run: DryRun = False) -> Any:
     """Register a node. With `dry_run` the answer shows the host key, so that it can be compared first."""
     seen = await scan(body.host, body.port) if body.transport != "local" else None
-    if dry_run:
-        return to_response(Reply(200, schemas.NodePlan.of(body, seen).model_dump(mode="json")))
     fields = body.model_dump(exclude={"host_key_fingerprint"}, exclude_none=True)
-    fields |= pinned_key(seen, body.host_key_fingerprint)
+    is_shown_only = dry_run and body.host_key_fingerprint is None and seen is not None
+    fields |= pinned_key(seen, seen.fingerprint if seen and is_shown_only else body.host_key_fingerprint)
+
+    def add(session: Session) -> Node:
+        return nodes.add_node(session, actor=write.actor, request_id=write.request_id, **fields)
+
+    def plan(session: Session) -> dict[str, Any]:
+        add(session)
+        return schemas.NodePlan.of(body, seen).model_dump(mode="json")
+
+    if dry_run:
+        return to_response(Reply(200, await rehearse(state, plan)))
 
     def effect(session: Session) -> Reply:
-        node = nodes.add_node(session, actor=write.actor, request_id=write.request_id, **fields)
-        view = views.node_view(session, node, write.state.clock)
+        node = add(session)
+        view = views.node_view(session, node, state.clock)
         return Reply(201, view, {"Location": f"/v1/nodes/{node.name}", **tagged(view)}, hint=node.id)
 
     return await write.answer(effect)
@@ -105,7 +122,7 @@ async def check_node(node: NodeName, write: WriteDep) -> Any:
     return await write.answer(effect)
 
 
-@router.post("/{node}/deploy", response_model=schemas.OperationView | schemas.Plan, status_code=202)
+@router.post("/{node}/deploy", response_model=schemas.OperationView, status_code=202, responses=PLANNED)
 async def deploy(
     node: NodeName, body: schemas.DeployBody, state: State, write: WriteDep, dry_run: DryRun = False
 ) -> Any:

@@ -13,7 +13,7 @@ from supervisor.api.conditional import IfMatch, check_if_match, tagged
 from supervisor.api.deps import Cursor, DryRun, Limit, State, SupervisorState
 from supervisor.api.errors import HttpError
 from supervisor.api.paging import page_of
-from supervisor.api.writes import Reply, Write, WriteDep, accepted, to_response
+from supervisor.api.writes import PLANNED, Reply, Write, WriteDep, accepted, to_response
 from supervisor.domain.spec import RunSpec, parse_run_dict
 from supervisor.services import plans, runs, telemetry, views
 from supervisor.store import queries
@@ -66,7 +66,13 @@ async def list_runs(state: State, limit: Limit = 50, cursor: Cursor = None) -> A
     return await state.store.read(read)
 
 
-@router.post("", response_model=schemas.RunView, status_code=201, openapi_extra=SPEC_BODY)
+@router.post(
+    "",
+    response_model=schemas.RunView,
+    status_code=201,
+    responses={200: {"description": "The run existed already.", "model": schemas.RunView}},
+    openapi_extra=SPEC_BODY,
+)
 async def put_run(spec: Annotated[RunSpec, Depends(_run_spec)], state: State, write: WriteDep) -> Any:
     """Store a run, or a new generation of the run with that name; a live attempt keeps its own."""
 
@@ -128,7 +134,7 @@ async def delete_run(run: RunName, write: WriteDep, if_match: IfMatch = None) ->
     return await write.answer(effect)
 
 
-@router.post("/{run}/start", response_model=schemas.OperationView | schemas.Plan, status_code=202)
+@router.post("/{run}/start", response_model=schemas.OperationView, status_code=202, responses=PLANNED)
 async def start_run(
     run: RunName,
     state: State,
@@ -143,7 +149,7 @@ async def start_run(
     return await _request(write, run, runs.request_start, wanted)
 
 
-@router.post("/{run}/stop", response_model=schemas.OperationView | schemas.Plan, status_code=202)
+@router.post("/{run}/stop", response_model=schemas.OperationView, status_code=202, responses=PLANNED)
 async def stop_run(
     run: RunName,
     state: State,
@@ -158,7 +164,7 @@ async def stop_run(
     return await _request(write, run, runs.request_stop, wanted)
 
 
-@router.post("/{run}/restart", response_model=schemas.OperationView | schemas.Plan, status_code=202)
+@router.post("/{run}/restart", response_model=schemas.OperationView, status_code=202, responses=PLANNED)
 async def restart_run(
     run: RunName,
     state: State,

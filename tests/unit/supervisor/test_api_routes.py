@@ -118,6 +118,17 @@ def test_dry_run_of_a_node_stores_nothing(client):
     assert client.get("/v1/nodes").json()["items"] == []
 
 
+def test_dry_run_refuses_what_the_request_would_refuse(api, client):
+    seed_node(api.state)
+
+    taken = client.post("/v1/nodes", params={"dry_run": True}, json=LOCAL)
+    wrong = client.post("/v1/nodes", params={"dry_run": True}, json=LOCAL | {"name": "b", "vmid": 100})
+
+    assert (taken.status_code, taken.json()["reason"]) == (409, "NameTaken")
+    assert (wrong.status_code, wrong.json()["reason"]) == (400, "BadField")
+    assert reasons(client).count("NodeAdded") == 1
+
+
 def test_a_node_whose_host_does_not_answer_is_not_added(client):
     body = {"name": "far", "transport": "ssh", "host": "127.0.0.1", "port": 9}
 
