@@ -79,6 +79,8 @@ EXTRA_ENVIRONMENT: Mapping[str, str] = {
     "DFLASH_SPLIT_FC_LAYERS": "drafter.split_fc_layers",
 }
 RUN_DIR_VARIABLE = "DFLASH_RUN_DIR"
+LAUNCHER_VARIABLES = (RUN_DIR_VARIABLE, "DFLASH_RUN_TOKEN")
+"""Set by whatever launches the trainer; they are no settings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,7 +226,7 @@ def _apply_environment(environ: Mapping[str, str], put: Callable[[str, Any, str]
     known = {f"DFLASH_{flag.name[2:].replace('-', '_').upper()}": flag for flag in FLAGS}
     notes = []
     for name in sorted(environ):
-        if not name.startswith("DFLASH_") or name == RUN_DIR_VARIABLE or not environ[name]:
+        if not name.startswith("DFLASH_") or name in LAUNCHER_VARIABLES or not environ[name]:
             continue
         if name in EXTRA_ENVIRONMENT:
             put(EXTRA_ENVIRONMENT[name], _parse_text(environ[name]), name)

@@ -113,7 +113,12 @@ def test_sources_say_where_each_value_came_from(folders):
 
 
 def test_documented_variables_are_read_and_unknown_ones_are_reported(folders):
-    environ = {"DFLASH_PROFILE_INTERVAL": "7", "DFLASH_SPLIT_FC_LAYERS": "0", "DFLASH_EPOCH": "3"}
+    environ = {
+        "DFLASH_PROFILE_INTERVAL": "7",
+        "DFLASH_SPLIT_FC_LAYERS": "0",
+        "DFLASH_EPOCH": "3",
+        "DFLASH_RUN_TOKEN": "x",
+    }
 
     resolved = resolve(folders, environ=environ)
 
