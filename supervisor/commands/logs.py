@@ -90,8 +90,7 @@ def _print_once(client: Client, name: str, number: int, offset: int, write: Writ
 def _follow(client: Client, name: str, number: int, offset: int, *, is_pinned: bool, write: Write) -> None:
     current: int | None = number
     while current is not None:
-        for piece in client.follow_log(name, current, offset=offset):
-            write(piece.data)
+        _follow_attempt(client, name, current, offset, write)
         if is_pinned:
             return
         current = _next_attempt(client, name, current)
@@ -99,6 +98,27 @@ def _follow(client: Client, name: str, number: int, offset: int, *, is_pinned: b
         if current is not None:
             attempt = client.get(path_of("runs", name, "attempts", str(current)))
             say(f"--- {name} attempt {current}: {strip_escapes(attempt.get('log_path') or '')}")
+
+
+def _follow_attempt(client: Client, name: str, number: int, offset: int, write: Write) -> None:
+    """One attempt's log to its end; an attempt that is not launched yet is waited for."""
+    from supervisor.client import ApiError
+
+    while True:
+        try:
+            for piece in client.follow_log(name, number, offset=offset):
+                write(piece.data)
+            return
+        except ApiError as error:
+            if error.reason != "NoLog":
+                raise
+        attempt = client.get(path_of("runs", name, "attempts", str(number)))
+        if not attempt["is_live"]:
+            say(
+                f"--- {name} attempt {number} was never launched: {attempt.get('reason') or attempt['state']}"
+            )
+            return
+        time.sleep(POLL_S)
 
 
 def _next_attempt(client: Client, name: str, number: int) -> int | None:

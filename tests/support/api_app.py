@@ -48,7 +48,7 @@ class FileLogs:
             raise ConnectError("no answer from the host: 10.0.0.6", reason="ConnectTimeout")
         path = self.path(attempt.id)
         if not path.exists():
-            raise NotFoundError(f"attempt {attempt.number} has no log", kind="log", name=attempt.id)
+            raise NotFoundError(f"attempt {attempt.number} was never launched", reason="NoLog")
         data = path.read_bytes()
         return data[offset : offset + limit], offset, len(data)
 

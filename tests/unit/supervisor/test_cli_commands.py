@@ -479,6 +479,28 @@ def test_following_from_the_first_attempt_shows_each_log_once(live, run):
     assert result.err == "--- slammed attempt 2: /srv/dflash/logs/train_slammed2.log\n"
 
 
+def test_following_waits_for_the_launch_and_passes_over_what_was_never_launched(live, run):
+    first = seed_attempt(live.api.state, run, attempt_state="preflight")
+    live.api.state.logs.path(first.id).unlink()
+
+    def launch():
+        threading.Event().wait(0.8)
+        end_attempt(live.api.state, first, ended="launch_failed", exit_code=None)
+        second = seed_attempt(live.api.state, run, log=b"late\n")
+        threading.Event().wait(0.8)
+        end_attempt(live.api.state, second)
+
+    thread = threading.Thread(target=launch, daemon=True)
+    thread.start()
+    result = ctl("logs", "slammed", "-f", "--attempt", "1")
+    whole = ctl("logs", "slammed", "-f")
+    thread.join(20)
+
+    assert (result.code, result.out) == (0, "")
+    assert "attempt 1 was never launched" in result.err
+    assert (whole.code, whole.out) == (0, "late\n")
+
+
 def test_a_node_that_cannot_be_asked_is_exit_5(live, run):
     seed_attempt(live.api.state, run, log=b"x")
     live.api.state.logs.is_unreachable = True
