@@ -18,10 +18,10 @@ from typing import Any, cast
 import torch
 
 from trainer.checkpoint.export import export_drafter
-from trainer.checkpoint.lineage import StartPoint, choose_start
+from trainer.checkpoint.lineage import StartPoint, choose_start, resume_record
 from trainer.checkpoint.state import ConsumedPacks, TrainState, compare, read_state, write_state
 from trainer.checkpoint.store import CheckpointStore
-from trainer.config import OptimConfig, TrainConfig, config_hash
+from trainer.config import TrainConfig, config_hash
 from trainer.data.buckets import bucket_edges
 from trainer.data.chat import encode_prompt
 from trainer.data.corpus import Corpus
@@ -272,7 +272,7 @@ class Trainer:
                 embed_scale=target.info.embed_scale,
                 logit_softcap=target.info.logit_softcap,
             ),
-            optimizer=MasterAdamW(drafter.named_parameters(), adamw_settings(optim)),
+            optimizer=MasterAdamW(drafter.named_parameters(), AdamWSettings.from_config(optim)),
             consumed=ConsumedPacks(packs, optim.epochs),
             plan=StepPlan(
                 first_step=0,
@@ -288,8 +288,13 @@ class Trainer:
         """Load the state, after comparing what it belongs to with this run."""
         assert start.state_dir is not None
         state = read_state(start.state_dir)
-        for line in compare(state.meta, self._identity(parts)):
+        differences = compare(state.meta, self._identity(parts))
+        for line in differences:
             _LOG.warning("resumed with a difference: %s", line)
+        write_json(
+            self._resolved.run_dir / "resume.json",
+            resume_record(start, state.step, differences, is_ordered=self.config.queue.ordered),
+        )
         parts.optimizer.load_state_tensors(state.tensors)
         parts.consumed.load(state.tensors)
         saved_at = start.saved_at()
@@ -585,14 +590,3 @@ class Trainer:
 
     def _needed_to_stop_s(self) -> float:
         return (self._worker.step_seconds if self._worker else 0.0) + 2.0 * self._save_seconds
-
-
-def adamw_settings(optim: OptimConfig) -> AdamWSettings:
-    """Pick the optimizer's constants from the configuration."""
-    return AdamWSettings(
-        beta1=optim.beta1,
-        beta2=optim.beta2,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        grad_clip=optim.grad_clip,
-    )

@@ -213,6 +213,10 @@ def test_resume_with_another_learning_rate_is_recorded(tiny, out, caplog):
     assert run_here(settings_for(*tiny, out, optim__max_steps=4, optim__lr=0.01)) == 0
 
     assert "resumed with a difference: optim.lr was 0.0006, is 0.01" in caplog.text
+    record = json.loads((out / "run" / "resume.json").read_text())
+    assert record["step"] == 2
+    assert record["differences"] == ["optim.lr was 0.0006, is 0.01", "optim.max_steps was 2, is 4"]
+    assert record["order"].startswith("free-running")
 
 
 def test_target_that_gives_nan_ends_the_run_with_exit_5_and_keeps_the_checkpoint(tiny, out, tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,25 @@ def choose_start(output_dir: Path, resume: str) -> StartPoint:
             f"{'; '.join(found.skipped)}; restore one or use --resume scratch"
         )
     return StartPoint(lineage=lineages[-1], state_dir=found.path, skipped=found.skipped)
+
+
+def resume_record(
+    start: StartPoint, step: int, differences: Sequence[str], *, is_ordered: bool
+) -> dict[str, Any]:
+    """Return what `resume.json` says: from where, what was passed over, and what differs and why."""
+    order = (
+        "the order of packs repeats the uninterrupted run"
+        if is_ordered
+        else "free-running: every pack of the plan once, in an order that depends on timing"
+    )
+    return {
+        "v": 1,
+        "from": str(start.state_dir),
+        "step": step,
+        "skipped": list(start.skipped),
+        "differences": list(differences),
+        "order": order,
+    }
 
 
 def _from_path(output_dir: Path, path: Path) -> StartPoint:

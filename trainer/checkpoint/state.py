@@ -33,7 +33,7 @@ REFUSED_FIELDS = (
     "optim.grad_accum",
 )
 """Key prefixes whose change makes a stored state meaningless: other shapes, or another plan of packs."""
-RECORDED_FIELDS = ("loss.", "optim.", "queue.ordered", "devices.")
+RECORDED_FIELDS = ("loss.", "optim.", "target.", "queue.ordered", "devices.")
 """Key prefixes whose change is allowed and recorded field by field."""
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from trainer.config import OptimConfig
 from trainer.errors import CheckpointError
 
 
@@ -25,6 +26,17 @@ class AdamWSettings:
     eps: float
     weight_decay: float
     grad_clip: float
+
+    @classmethod
+    def from_config(cls, optim: OptimConfig) -> AdamWSettings:
+        """Pick the constants from the configuration."""
+        return cls(
+            beta1=optim.beta1,
+            beta2=optim.beta2,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            grad_clip=optim.grad_clip,
+        )
 
 
 class MasterAdamW:
