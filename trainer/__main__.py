@@ -1,8 +1,8 @@
 """The command line of the trainer: `dflash-train` and `python -m trainer`.
 
-Parses flags, calls one command, maps errors to exit codes. Heavy imports (torch, transformers) happen inside
-the chosen command only, after its flags are checked, so that help and mistakes answer at once. Must not hold
-any logic of a command.
+Parses flags, calls one command, maps errors to exit codes. `train` imports torch only after its settings are
+checked, so that help and mistakes answer at once; the other commands bring it with their module. Must not
+hold any logic of a command.
 
 Exit codes: 0 finished, 9 stopped on request, others by class of error (see `trainer.errors`).
 """
