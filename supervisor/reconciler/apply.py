@@ -38,8 +38,8 @@ ACTOR = "supervisor"
 POLICY = "policy"
 MAX_KEPT_LINES = 200
 
-_QUIET = frozenset({ConditionType.ALIVE, ConditionType.READY})
-"""False for ordinary reasons; the attempt's own events tell of them."""
+_QUIET = frozenset({ConditionType.ALIVE, ConditionType.READY, ConditionType.GPU_CLEAN})
+"""False for ordinary reasons; the attempt's own events, or a hold, tell of what matters."""
 
 Json = dict[str, Any]
 

@@ -143,11 +143,10 @@ class RunLoop:
 
     def _scene(self, snapshot: Snapshot, connection: NodeConnection | None) -> Scene:
         attempt = snapshot.attempt
-        memory = AttemptMemory()
-        if attempt is not None:
-            memory = self._rt.memories.get(attempt.id) or recall(attempt)
-            if snapshot.history.live is not None:
-                self._rt.memories[attempt.id] = memory
+        memory = self._rt.memories.get(self._run_id)
+        if memory is None or attempt is None or memory.attempt_id != attempt.id:
+            memory = recall(attempt) if attempt is not None else AttemptMemory()
+            self._rt.memories[self._run_id] = memory
         return Scene(
             connection=connection,
             attempt=attempt,
@@ -202,8 +201,8 @@ class RunLoop:
         save_decision(session, run, decision, snapshot, observed)
         if attempt is not None:
             self._note_first_output(session, attempt, evidence.look)
-            memory = self._rt.memories.get(attempt.id)
-            if memory is not None:
+            memory = self._rt.memories.get(run.id)
+            if memory is not None and memory.attempt_id == attempt.id:
                 save_progress(session, attempt, memory)
             if observed.gpu_clean and attempt.ended_at is not None and attempt.gpu_clean_at is None:
                 attempt.gpu_clean_at = now_of(session)

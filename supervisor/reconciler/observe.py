@@ -53,6 +53,9 @@ _ASKED_STATES = frozenset(
 class AttemptMemory:
     """What the loop remembers of an attempt between passes; rebuilt after a restart of the daemon."""
 
+    attempt_id: str = ""
+    ended_seen_s: float | None = None
+    """When this daemon first saw that the attempt has ended, on the monotonic clock."""
     scan: LogScan = field(default_factory=LogScan)
     progress: health.ProgressMemory = field(default_factory=health.ProgressMemory)
     quality: health.QualityMemory = field(default_factory=health.QualityMemory)
@@ -262,17 +265,25 @@ def _gpu_clean(scene: Scene, attempt: Attempt) -> bool | None:
     """Whether the ended attempt's GPUs are measured to be free; None where nobody can measure."""
     if not attempt.gpus or attempt.ended_at is None or scene.connection is None:
         return None
-    view = scene.sampler.gpus(scene.connection.address.id)
-    return gpus_released(attempt, view, scene.spec.stop.gpu_free_bytes, scene.clock.monotonic())
+    view, now_s = scene.sampler.gpus(scene.connection.address.id), scene.clock.monotonic()
+    if scene.memory.ended_seen_s is None:
+        scene.memory.ended_seen_s = now_s
+    return gpus_released(
+        attempt, view, scene.spec.stop.gpu_free_bytes, since_s=scene.memory.ended_seen_s, now_s=now_s
+    )
 
 
-def gpus_released(attempt: Attempt, view: GpuView | None, free_bytes: int, monotonic_s: float) -> bool | None:
-    """Compare the newest sample, taken after the end, with the limit."""
-    if view is None or view.is_stale(monotonic_s) or view.sample.get("reason"):
+def gpus_released(
+    attempt: Attempt, view: GpuView | None, free_bytes: int, *, since_s: float, now_s: float
+) -> bool | None:
+    """Compare the newest sample with the limit; None where NVML does not answer.
+
+    While it answers, a sample from before the end proves nothing: not released yet, wait for the next one.
+    """
+    if view is None or view.is_stale(now_s) or view.sample.get("reason"):
         return None
-    ended = attempt.ended_at
-    if ended is not None and float(view.sample.get("t") or 0) < ended.timestamp():
-        return None
+    if view.received_s <= since_s:
+        return False
     used = {gpu.get("uuid"): gpu.get("mem_used_bytes") for gpu in view.sample.get("gpus") or ()}
     mine = [used.get(gpu["uuid"]) for gpu in attempt.gpus]
     known = [value for value in mine if value is not None]

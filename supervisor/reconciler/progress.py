@@ -17,7 +17,7 @@ from supervisor.store.tables import Attempt
 def recall(attempt: Attempt) -> AttemptMemory:
     """The memory of an attempt that this daemon sees for the first time; its clock starts anew."""
     stored = ProgressMemory.from_json({**attempt.progress, "at_s": None}) if attempt.progress else None
-    return AttemptMemory(progress=stored or ProgressMemory())
+    return AttemptMemory(attempt_id=attempt.id, progress=stored or ProgressMemory())
 
 
 def save_progress(session: Session, attempt: Attempt, memory: AttemptMemory) -> None:

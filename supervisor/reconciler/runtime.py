@@ -38,6 +38,7 @@ class Runtime:
     """Called with a node id when the set of live attempts there changed."""
     drift: DriftWatch
     memories: dict[str, AttemptMemory] = field(default_factory=dict)
+    """By run: what is remembered of its newest attempt."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -177,6 +177,7 @@ class Scheduler(ConnectionListener):
                 async with asyncio.timeout(wait_s):
                     await worker.wake.wait()
         self._workers.pop(run_id, None)
+        self._rt.memories.pop(run_id, None)
 
     def _wait_s(self, result: PassResult) -> float:
         if result.is_changed:

@@ -374,7 +374,6 @@ class Steps:
         if look.exit is not None and connection is not None:
             await acknowledge(self._rt.store, connection, action.attempt_id)
         crash("finish.after_ack")
-        self._rt.memories.pop(action.attempt_id, None)
         self._rt.on_attempts_changed(snapshot.node.id)
         return True
 

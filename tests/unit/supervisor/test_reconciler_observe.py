@@ -75,7 +75,7 @@ def view(
     used: int | None, *, t: float = NOW.timestamp() + 5, reason: str | None = None, age_s: float = 1.0
 ) -> GpuView:
     gpus = [{"index": 0, "uuid": "GPU-0", "mem_used_bytes": used}]
-    return GpuView({"t": t, "gpus": gpus, "reason": reason}, 100.0 - age_s)
+    return GpuView({"gpus": gpus, "reason": reason}, 100.0 - age_s)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def view(
         (view(None), None),
         (view(100, reason="Timeout"), None),
         (view(100, age_s=60.0), None),
-        (view(100, t=NOW.timestamp() - 1), None),
+        (view(100, age_s=11.0), False),
         (None, None),
     ],
     ids=["free", "in use", "no value", "no nvml", "stale", "from before the end", "never sampled"],
@@ -95,7 +95,7 @@ def test_gpu_memory_is_released_only_when_measured_after_the_end(
     sample: GpuView | None, expected: bool | None
 ) -> None:
     attempt = make_attempt(gpus=[{"index": 0, "uuid": "GPU-0"}], ended_at=NOW, state="stopped")
-    assert gpus_released(attempt, sample, 1000, 100.0) is expected
+    assert gpus_released(attempt, sample, 1000, since_s=90.0, now_s=100.0) is expected
 
 
 @pytest.mark.parametrize(
