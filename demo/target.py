@@ -149,6 +149,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("directory", metavar="OUT_DIR", type=Path)
     directory = parser.parse_args(arguments).directory.absolute()
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # a bar that is redrawn fills a log with itself
     try:
         prepare_target(directory)
     except MissingPiecesError as error:

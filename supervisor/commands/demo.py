@@ -95,7 +95,11 @@ def demo(
     places = Places(repository=repository, work=folder.resolve(), cache=repository / ".cache")
     _prepare(places)
     with _daemon(places, port) as (url, client):
-        _deploy_and_run(places, url, client)
+        try:
+            _deploy_and_run(places, url, client)
+        except KeyboardInterrupt:
+            _stop_run(client)
+            raise
         before, after = _measure(places)
         if not is_exit:
             _stay(url)
@@ -342,6 +346,13 @@ def _torch_source() -> list[str]:
     )
     folder = listing.stdout.strip()
     return ["--find-links", folder] if listing.returncode == 0 and Path(folder).is_dir() else []
+
+
+def _stop_run(client: Client) -> None:
+    # A run outlives its daemon on purpose; after a demo nobody would look for it.
+    if _exists(client, f"/v1/runs/{RUN}"):
+        _chapter("interrupted: stopping the run with a checkpoint")
+        _call([_script("dflashctl"), "stop", RUN])
 
 
 def _exists(client: Client, path: str) -> bool:
