@@ -331,6 +331,7 @@ class Trainer:
             max_new_tokens=config.max_new_tokens,
             lock=parts.target_lock,
             beat=lambda: self._board.beat("evaluation"),
+            is_stopping=self._board.stop.is_set,
         )
 
     # -- pipeline -----------------------------------------------------------------------------------------
@@ -515,6 +516,9 @@ class Trainer:
             return
         with self._status.during("evaluating"), self._board.quiet("evaluation"):
             record = self._evaluation.measure(self._parts.drafter, step)
+        if record is None:
+            _LOG.info("evaluation at step %d given up for a stop", step)
+            return
         _LOG.info("evaluation at step %d: acceptance length %s", step, record["acceptance_length"])
         self._reporter.submit(
             IntervalReport(

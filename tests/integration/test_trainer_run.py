@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 
@@ -25,6 +26,8 @@ from trainer.errors import (
     StalledError,
     WorkerDiedError,
 )
+from trainer.eval import online
+from trainer.lifecycle.heartbeat import StatusFile
 from trainer.lifecycle.runfolder import hold_output
 from trainer.target.capture import Target
 
@@ -352,6 +355,33 @@ def test_evaluation_measures_acceptance_between_steps(tiny, out, tmp_path):
     assert [record["step"] for record in records] == [9, 18]
     assert all(1.0 <= record["acceptance_length"] <= 4.0 for record in records)
     assert all(record["prompts"] <= 2 for record in records)
+
+
+def test_stop_does_not_wait_for_the_rest_of_an_evaluation(tiny, out, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"id": n, "prompt": f"say {n}"}) + "\n" for n in range(5)))
+    decoded, draining = [], threading.Event()
+    real, real_drain = online.speculative_generate, StatusFile.drain
+
+    def drain(self, message):
+        real_drain(self, message)
+        draining.set()
+
+    def generate(*args, **options):
+        decoded.append(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert draining.wait(30)
+        return real(*args, **options)
+
+    monkeypatch.setattr(online, "speculative_generate", generate)
+    monkeypatch.setattr(StatusFile, "drain", drain)
+
+    assert run_here(settings_for(*tiny, out, eval__every=2, eval__prompts=prompts, optim__epochs=50)) == 9
+
+    assert len(decoded) == 1
+    assert "given up for a stop" in caplog.text
+    assert read_status(out / "run")["last_checkpoint"]["step"] == 2
 
 
 def test_cached_hidden_states_spare_the_target_after_the_first_epoch(tiny, out, monkeypatch):

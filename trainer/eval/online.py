@@ -22,6 +22,7 @@ class OnlineEvaluation:
     Args:
         lock: the target worker's; held per prompt, so that both share one replica of the target.
         beat: called after each prompt, a sign of life.
+        is_stopping: asked before each prompt; a stop does not wait for the rest of an evaluation.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class OnlineEvaluation:
         max_new_tokens: int,
         lock: threading.Lock,
         beat: Callable[[], None],
+        is_stopping: Callable[[], bool],
     ) -> None:
         self._target = target
         self._prompts = prompts
@@ -40,15 +42,21 @@ class OnlineEvaluation:
         self._max_new_tokens = max_new_tokens
         self._lock = lock
         self._beat = beat
+        self._is_stopping = is_stopping
 
-    def measure(self, drafter: Drafter, step: int) -> Mapping[str, Any]:
-        """Return the record for the metrics line; prompts that end at once are left out, not counted as 1."""
+    def measure(self, drafter: Drafter, step: int) -> Mapping[str, Any] | None:
+        """Return the record for the metrics line, or None when a stop came in between.
+
+        Prompts that end at once are left out, not counted as 1.
+        """
         started_s = time.monotonic()
         if drafter.device != self._target.device:
             drafter = copy.deepcopy(drafter).to(self._target.device)
         lengths: list[float] = []
         tokens = 0
         for prompt in self._prompts:
+            if self._is_stopping():
+                return None
             with self._lock:
                 result = speculative_generate(
                     self._target,
