@@ -1,0 +1,1 @@
+"""What the supervisor costs, beside the bare commands, in one run: `python -m benchmarks`."""
