@@ -150,8 +150,8 @@ class NodeOperations:
         connection = self._connections.get(node_id)
         report = await check_node(connection)
         if report.is_passed:
-            connection.wake()
-            await connection.settled(CONNECT_WAIT_S)
+            if not connection.is_open:
+                await connection.wait_open(CONNECT_WAIT_S)
             await check_agent(connection, report)
 
         def write(session: Session) -> None:

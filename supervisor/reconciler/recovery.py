@@ -45,6 +45,8 @@ async def adopt_node(runtime: Runtime, connection: NodeConnection) -> None:
 def _take_in(session: Session, connection: NodeConnection, entries: list[dict[str, Any]]) -> None:
     for entry in entries:
         attempt = session.get(Attempt, entry["attempt_id"])
+        if attempt is None and entry.get("acked"):
+            continue  # it was known and its end was stored; its run has been removed since
         if attempt is None:
             _tell_orphan(session, connection, entry)
         elif AttemptState(attempt.state) not in LIVE:

@@ -18,6 +18,7 @@ from supervisor.reconciler.connections import Connections
 from supervisor.reconciler.drift import DriftWatch
 from supervisor.reconciler.observe import AttemptMemory
 from supervisor.reconciler.sampler import Sampler
+from supervisor.reconciler.staging import Staging
 from supervisor.store.facts import desired_of, history_of, spec_of
 from supervisor.store.queries import deployment_for_run, newest_attempt
 from supervisor.store.tables import Attempt, Deployment, Environment, Node, Release, Run
@@ -37,6 +38,7 @@ class Runtime:
     on_attempts_changed: Callable[[str], None]
     """Called with a node id when the set of live attempts there changed."""
     drift: DriftWatch
+    staging: Staging = field(default_factory=Staging)
     memories: dict[str, AttemptMemory] = field(default_factory=dict)
     """By run: what is remembered of its newest attempt."""
 

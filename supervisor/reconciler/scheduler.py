@@ -80,6 +80,7 @@ class Scheduler(ConnectionListener):
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._operations is not None:
             await self._operations.aclose()
+        await self._rt.staging.aclose()
         await self._rt.drift.aclose()
 
     def hint(self, object_id: str) -> None:

@@ -6,6 +6,8 @@ renamed, so an interrupted one is never mistaken for the whole.
 
 from __future__ import annotations
 
+import asyncio
+
 from supervisor.domain.errors import DeployError
 from supervisor.domain.spec import RunSpec
 from supervisor.reconciler.checks import Finding
@@ -15,6 +17,40 @@ from supervisor.reconciler.scripts import ensure_folder
 
 COPY_DEADLINE_S = 7200.0
 STEP_DEADLINE_S = 60.0
+QUICK_S = 0.5
+
+
+class Staging:
+    """Copies in the background, so that a run whose tree is being copied can still be stopped."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[list[Finding]]] = {}
+
+    async def advance(
+        self, attempt_id: str, connection: NodeConnection, spec: RunSpec
+    ) -> list[Finding] | None:
+        """Findings once everything is in place or has failed; None while it is being copied.
+
+        Raises:
+            TransportError, ContainerError, ShimError: the node could not be asked; the next pass tries again.
+        """
+        if not spec.stage.copy_:
+            return []
+        task = self._tasks.get(attempt_id)
+        if task is None:
+            task = asyncio.create_task(stage_copies(connection, spec), name=f"stage-{attempt_id}")
+            self._tasks[attempt_id] = task
+        await asyncio.wait([task], timeout=QUICK_S)
+        if not task.done():
+            return None
+        del self._tasks[attempt_id]
+        return task.result()
+
+    async def aclose(self) -> None:
+        """Stop waiting; a copy that was begun is begun anew under its temporary name."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
 
 async def stage_copies(connection: NodeConnection, spec: RunSpec) -> list[Finding]:

@@ -34,7 +34,6 @@ from supervisor.reconciler.crash import crash
 from supervisor.reconciler.observe import Look
 from supervisor.reconciler.prepare import LaunchContext, Prepared, prepare_launch
 from supervisor.reconciler.runtime import Runtime, Snapshot
-from supervisor.reconciler.staging import stage_copies
 from supervisor.store.attempts import apply_transition, bump
 from supervisor.store.events import now_of
 from supervisor.store.queries import deployment_for_run, live_attempt, newest_attempt
@@ -162,7 +161,9 @@ class Steps:
         if attempt.state == AttemptState.PLANNED:
             await self._write(lambda session: self._begin_preflight(session, attempt.id))
         try:
-            report = await stage_copies(connection, snapshot.spec)
+            report = await self._rt.staging.advance(attempt.id, connection, snapshot.spec)
+            if report is None:
+                return False
             prepared = await prepare_launch(connection, await self._launch_context(snapshot, connection))
         except NODE_TROUBLE as error:
             log.info("preflight not answered", run=snapshot.run.name, reason=error.reason)

@@ -9,6 +9,7 @@ import pytest
 from sqlmodel import select
 
 from supervisor.domain.errors import ConflictError
+from supervisor.services.secrets import put_secret
 from supervisor.store.queries import find_run
 from supervisor.store.tables import MetricLine
 from tests.support.daemon import RunningDaemon, end_leftovers, make_lock, make_spec, running_daemon
@@ -205,3 +206,51 @@ async def test_a_program_of_ones_own_is_ready_by_pattern(deployed: RunningDaemon
     assert started.status == "done", started.error
     assert attempt.argv == [str(script)]
     assert (await deployed.attempt(1, "stopped")).exit_signal == 15
+
+
+async def test_a_secret_reaches_the_trainer_and_lies_nowhere(deployed: RunningDaemon) -> None:
+    canary = "canary-5f0c1d7e"
+    script = deployed.folder / "run.sh"
+    script.write_text(
+        '#!/bin/sh\nif [ -n "$MY_TOKEN" ]; then echo it is ${#MY_TOKEN} long; fi\nexec sleep 60\n'
+    )
+    script.chmod(0o755)
+    await deployed.daemon.store.write(
+        lambda s: put_secret(s, deployed.daemon.secret_box, name="MY_TOKEN", actor="token/test", value=canary)
+    )
+    spec = {**make_spec("local", output_dir="unused"), "source": "none", "secrets": ["MY_TOKEN"]}
+    spec["command"] = {"argv": [str(script)]}
+    await deployed.put_run(spec)
+
+    await deployed.start()
+    attempt = await deployed.attempt(1, "ready")
+    await deployed.stop()
+
+    assert f"it is {len(canary)} long" in Path(attempt.log_path).read_text()
+    holders = [path for path in deployed.folder.rglob("*") if path.is_file() and canary in _text(path)]
+    assert holders == []
+    launched = await deployed.events(reason="LaunchRequested")
+    assert launched[0].data["secrets"] == ["MY_TOKEN"]
+
+
+def _text(path: Path) -> str:
+    return path.read_bytes().decode("latin-1")
+
+
+async def test_a_tree_is_staged_before_the_launch_and_a_missing_one_refuses(deployed: RunningDaemon) -> None:
+    source = deployed.folder / "model"
+    source.mkdir()
+    (source / "weights").write_text("w" * 1000)
+    good = {"copy": [{"from": str(source), "to": str(deployed.folder / "shm" / "model")}]}
+    bad = {"copy": [{"from": "/nowhere/model", "to": str(deployed.folder / "shm" / "other")}]}
+    await deployed.put_run(make_spec("local", output_dir=deployed.folder / "out", stage=good))
+    await deployed.put_run(make_spec("local", "bad", output_dir=deployed.folder / "bad", stage=bad))
+
+    started = await deployed.start()
+    refused = await deployed.start("bad")
+    await deployed.stop()
+
+    assert started.status == "done", started.error
+    assert (deployed.folder / "shm" / "model" / "weights").read_text() == "w" * 1000
+    assert refused.status == "failed"
+    assert "/nowhere/model" in refused.error["message"]
