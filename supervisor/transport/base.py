@@ -36,7 +36,7 @@ class NodeProbe:
 
     is_reachable: bool
     reason: str
-    """`Ok`, or the reason word of the error met (ConnectRefused, AuthFailed, HostKeyChanged, ContainerStopped ...)."""
+    """`Ok`, or the reason word of the error met: ConnectRefused, AuthFailed, HostKeyChanged ..."""
     message: str
     container_status: str | None = None
     """`running`, `stopped`, None where there is no container or it is not known."""
@@ -105,7 +105,7 @@ class Transport(Protocol):
         ...
 
     async def get(self, source: str, *, max_bytes: int, deadline_s: float) -> bytes:
-        """Read a file from the node, at most `max_bytes` (more is a CommandFailedError, reason FileTooLarge)."""
+        """Read a file from the node; more than `max_bytes` is a CommandFailedError, reason FileTooLarge."""
         ...
 
     async def probe(self, *, deadline_s: float) -> NodeProbe:
