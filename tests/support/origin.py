@@ -12,6 +12,13 @@ from pathlib import Path
 from tests.support.pct_host import DEFAULT_VMID, PctHost
 
 LOG = "/workspace/train_slammed5.log"
+EARLIER_LOG = "/workspace/train_slammed4.log"
+
+OLD_LAUNCH = (
+    f"cd /root; DFLASH_PROFILE_INTERVAL=60 nohup /root/run.sh > {EARLIER_LOG} 2>&1 & "
+    f"sleep 0.7; pgrep -af train_dflash_pipeline.py; tail -n 25 {EARLIER_LOG}"
+)
+"""The launch that worked: it kills nothing."""
 
 OLD_RESTART = (
     "pkill -9 -f '[t]rain_dflash_pipeline.py' || true; sleep 0.3; cd /root; "
@@ -40,6 +47,13 @@ def install_trainer(host: PctHost, vmid: int = DEFAULT_VMID) -> None:
 def run_restart(host: PctHost, text: str, vmid: int = DEFAULT_VMID) -> subprocess.CompletedProcess[bytes]:
     """Type `text` as it was typed, and return what the operator saw."""
     return host.pct("exec", str(vmid), "--", "bash", "-lc", text, check=False)
+
+
+def hand_launched(host: PctHost, vmid: int = DEFAULT_VMID) -> list[str]:
+    """Command lines of the trainers of the old kind that live in the container now."""
+    words = ("pgrep", "-af", "^python3 /root/train_dflash_pipeline.py")
+    seen = host.pct("exec", str(vmid), "--", *words, check=False)
+    return [line.partition(" ")[2] for line in seen.stdout.decode().splitlines()]
 
 
 def log_of(host: PctHost, vmid: int = DEFAULT_VMID) -> Path:

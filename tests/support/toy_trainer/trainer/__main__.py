@@ -4,6 +4,7 @@
 """
 
 import argparse
+import fcntl
 import importlib
 import json
 import os
@@ -98,6 +99,9 @@ def parse():
     parser.add_argument("--ignore-term", action="store_true")
     parser.add_argument("--need", action="append", default=[])
     parser.add_argument("--fail-with", default="")
+    parser.add_argument(
+        "--witness", default="", help="file to lock for life; FILE.second tells of two"
+    )
     parser.add_argument("--target-gpus", default="cpu")
     parser.add_argument("--drafter-gpus", default="cpu")
     return parser.parse_args()
@@ -125,8 +129,19 @@ def is_bad_version(text):
         return False
 
 
+def bear_witness(path):
+    """Leave a mark when another trainer lives beside this one; the lock goes with the process."""
+    handle = open(path, "a")  # noqa: SIM115  held for life
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        open(path + ".second", "a").close()
+    return handle
+
+
 def main():
     args = parse()
+    witness = bear_witness(args.witness) if args.witness else None
     if args.die_at_once:
         print("toy trainer cannot start: no such data folder", file=sys.stderr, flush=True)
         sys.exit(args.exit_code)
@@ -171,6 +186,7 @@ def main():
     checkpoint(args.output_dir, step, status)
     status.update(phase="done")
     print("toy trainer: finished", flush=True)
+    del witness
 
 
 if __name__ == "__main__":
