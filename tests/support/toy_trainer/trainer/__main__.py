@@ -99,9 +99,7 @@ def parse():
     parser.add_argument("--ignore-term", action="store_true")
     parser.add_argument("--need", action="append", default=[])
     parser.add_argument("--fail-with", default="")
-    parser.add_argument(
-        "--witness", default="", help="file to lock for life; FILE.second tells of two"
-    )
+    parser.add_argument("--witness", default="", help="file to lock for life; FILE.second tells of two")
     parser.add_argument("--target-gpus", default="cpu")
     parser.add_argument("--drafter-gpus", default="cpu")
     return parser.parse_args()
