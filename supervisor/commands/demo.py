@@ -19,12 +19,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from supervisor.client import ApiError, Client
 from supervisor.domain.errors import ConfigError, SupervisorError
+
+if TYPE_CHECKING:
+    from supervisor.client import Client
 
 RUN = "demo"
 NODE = "local"
@@ -128,6 +130,8 @@ def _prepare(places: Places) -> None:
 
 @contextmanager
 def _daemon(places: Places, port: int) -> Iterator[tuple[str, Client]]:
+    from supervisor.client import Client  # slow, so only once it is needed
+
     _chapter("the daemon")
     places.state.mkdir(parents=True, exist_ok=True)
     words = [_script("dflashctl"), "serve", "--state-dir", str(places.state), "--port", str(port)]
@@ -356,6 +360,8 @@ def _stop_run(client: Client) -> None:
 
 
 def _exists(client: Client, path: str) -> bool:
+    from supervisor.client import ApiError
+
     try:
         client.get(path)
     except ApiError as error:
