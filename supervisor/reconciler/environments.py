@@ -171,19 +171,24 @@ class EnvironmentBuilder:
         await self._uv(uv_path, [*words, "-r", lock_path])
 
     async def _install_torch(self, uv_path: str, python: str, plan: EnvironmentPlan) -> None:
+        """From the node's torch index, else its folder of wheels, else the installer's default index.
+
+        From an index torch brings its dependencies: a build for CUDA needs the libraries that it names.
+        """
         assert plan.torch_requirement is not None
         words = ["pip", "install", "--python", python, "--compile-bytecode"]
         if plan.torch_index_url is not None:
-            # Builds for CUDA bring their libraries as dependencies of torch, from the same index.
-            words += ["--index-url", plan.torch_index_url]
-        elif plan.find_links is not None:
-            words += ["--no-deps", "--no-index", "--find-links", plan.find_links]
-        else:
-            raise DeployError(
-                f"the node does not say where {plan.torch_requirement} comes from",
-                reason="NoTorchSource",
-                hint="`dflashctl node set NODE --find-links DIR` or `--torch-index-url URL`",
-            )
+            await self._uv(uv_path, [*words, "--index-url", plan.torch_index_url, plan.torch_requirement])
+            return
+        if plan.find_links is not None:
+            local = [*words, "--no-deps", "--no-index", "--find-links", plan.find_links]
+            result = await self._run_uv(uv_path, [*local, plan.torch_requirement])
+            if result.exit_code == 0:
+                return
+            failure = explain_uv_failure(local, result)
+            if failure.reason != "PackageNotFound":
+                raise failure
+        self._report("torch", f"installing {plan.torch_requirement} from the default index", None, None)
         await self._uv(uv_path, [*words, plan.torch_requirement])
 
     async def _uv(self, uv_path: str, words: Sequence[str]) -> None:

@@ -90,25 +90,6 @@ async def test_a_wheel_that_does_not_match_its_hash_is_refused_and_nothing_stays
     assert not Path(layout.environment(plan.digest)).exists()
 
 
-async def test_torch_without_a_source_is_a_finding_with_a_remedy(
-    tmp_path: Path, builder: EnvironmentBuilder
-) -> None:
-    plan = EnvironmentPlan(
-        digest="d" * 64,
-        lock_text="",
-        torch_requirement="torch==2.13.0",
-        python=PYTHON,
-        find_links=None,
-        torch_index_url=None,
-    )
-
-    with pytest.raises(DeployError) as caught:
-        await builder.build(plan)
-
-    assert caught.value.reason == "NoTorchSource"
-    assert "--find-links" in str(caught.value.hint)
-
-
 def test_which_torch_a_lock_gets() -> None:
     assert torch_requirement_for("click==8\n", is_bundled_source=True) == "torch==2.13.0"
     assert torch_requirement_for("click==8\n", is_bundled_source=False) is None
