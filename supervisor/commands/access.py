@@ -50,6 +50,7 @@ class Scope(StrEnum):
 
 SECRET_COLUMNS: list[Column] = [
     ("NAME", lambda item: item["name"]),
+    ("KIND", lambda item: item.get("reference") or item["kind"]),
     ("CHANGED", lambda item: age(item.get("updated_at"))),
 ]
 TOKEN_COLUMNS: list[Column] = [
@@ -76,10 +77,18 @@ def secret_set(
     file: Annotated[
         Path | None, typer.Option("--file", help="Read the value from here instead of stdin.")
     ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            metavar="env:NAME|file:PATH", help="Keep no value: the daemon reads it there when a run starts."
+        ),
+    ] = None,
 ) -> None:
     """Store a secret's value, read from stdin or a file; one newline at the end is dropped."""
-    value = _read_value(file)
-    connect(ctx).put(f"/v1/secrets/{quote(name, safe='')}", {"value": value})
+    if reference is not None and file is not None:
+        raise UsageFaultError("--file and --reference exclude each other", hint="give one of them")
+    body = {"reference": reference} if reference is not None else {"value": _read_value(file)}
+    connect(ctx).put(f"/v1/secrets/{quote(name, safe='')}", body)
     say(f"secret {name} stored")
 
 

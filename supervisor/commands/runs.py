@@ -29,7 +29,13 @@ from supervisor.commands.output import (
 )
 from supervisor.commands.plans import print_plan
 from supervisor.commands.session import connect
-from supervisor.commands.waiting import DryRunOption, NoWaitOption, TimeoutOption, finish_operation
+from supervisor.commands.waiting import (
+    DryRunOption,
+    NoWaitOption,
+    TimeoutOption,
+    finish_operation,
+    wait_for_success,
+)
 from supervisor.domain.errors import ConfigError, SupervisorError
 
 if TYPE_CHECKING:
@@ -296,35 +302,31 @@ def _start(
 ) -> None:
     begun = time.monotonic()
     operation = client.post(path_of("runs", name, "start"), body)
-    is_final = is_no_wait or wait is WaitFor.STARTED
-    operation = finish_operation(
-        client,
-        operation,
-        fmt=output if is_final else Format.TABLE,
-        is_waiting=not is_no_wait,
-        timeout_s=timeout,
-        subject=name,
-    )
-    if not is_final:
-        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
-        _wait_for_phase(client, name, wait, left)
+    if is_no_wait or wait is WaitFor.STARTED:
+        finish_operation(
+            client, operation, fmt=output, is_waiting=not is_no_wait, timeout_s=timeout, subject=name
+        )
+        return
+    wait_for_success(client, operation, timeout_s=timeout)
+    left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
+    found = _wait_for_phase(client, name, wait, left)
+    emit(found, output, table=lambda: typer.echo(f"{name}: {wait.value}"))
 
 
-def _wait_for_phase(client: Client, name: str, wait: WaitFor, timeout_s: float | None) -> None:
+def _wait_for_phase(client: Client, name: str, wait: WaitFor, timeout_s: float | None) -> Json:
     from supervisor.client import WaitTimeoutError
 
     end = None if timeout_s is None else time.monotonic() + timeout_s
     shown = ""
     while True:
-        found = client.get(path_of("runs", name))
+        found: Json = client.get(path_of("runs", name))
         phase = found["phase"]
         if phase != shown:
             say(f"  {phase}")
             shown = phase
         state = _attempt(found).get("state")
         if phase == "succeeded" or (wait is WaitFor.READY and state == "ready"):
-            typer.echo(f"{name}: {wait.value}")
-            return
+            return found
         if phase in ("failed", "held", "stopped"):
             raise AttemptEndedError(
                 f"{name} is {phase} before it was {wait.value}: {clean(_reason(found))}",

@@ -72,12 +72,20 @@ def finish_operation(
         OperationFailedError: it ended as failed or was superseded by a later request.
         WaitTimeoutError: the wait is over, the operation goes on.
     """
-    say(f"operation {operation['id']}")
     if is_waiting:
-        operation = wait(client, operation, timeout_s=timeout_s)
+        operation = wait_for_success(client, operation, timeout_s=timeout_s)
+    else:
+        say(f"operation {operation['id']}")
+    emit(operation, fmt, table=lambda: _print_done(operation, subject))
+    return operation
+
+
+def wait_for_success(client: Client, operation: Json, *, timeout_s: float | None) -> Json:
+    """Say the operation's id and wait for its good end; raises as `finish_operation` does."""
+    say(f"operation {operation['id']}")
+    operation = wait(client, operation, timeout_s=timeout_s)
     if operation["status"] in ("failed", "superseded"):
         raise OperationFailedError(operation)
-    emit(operation, fmt, table=lambda: _print_done(operation, subject))
     return operation
 
 

@@ -10,6 +10,7 @@ from sqlmodel import Session
 from starlette.responses import Response
 
 from supervisor.api import schemas
+from supervisor.api.conditional import tagged
 from supervisor.api.deps import Api, Caller, Cursor, Limit, State, SupervisorState
 from supervisor.api.errors import HttpError
 from supervisor.api.paging import decode_number, encode_cursor
@@ -51,14 +52,16 @@ async def list_attempts(run: RunName, state: State, limit: Limit = 50, cursor: C
 
 
 @router.get("/{number}", response_model=schemas.AttemptView)
-async def get_attempt(run: RunName, number: AttemptNumber, state: State) -> Any:
+async def get_attempt(run: RunName, number: AttemptNumber, state: State, response: Response) -> Any:
     """One attempt with its exit record."""
 
     def read(session: Session) -> Any:
         attempt = runs.get_attempt(session, runs.get_run(session, run), number)
         return views.attempt_view(session, attempt, state.clock)
 
-    return await state.store.read(read)
+    view = await state.store.read(read)
+    response.headers.update(tagged(view))
+    return view
 
 
 @router.get("/{number}/log", response_class=Response, responses=LOG_RESPONSES)

@@ -119,7 +119,9 @@ def settle(live, *, status="done", result=None, error=None, first=None):
     def loop():
         waiting = [first] if first is not None else []
         while not stop.wait(0.05):
-            if waiting and store.read_sync(list_open_operations):
+            if waiting:
+                if not store.read_sync(list_open_operations):
+                    continue
                 waiting.pop()()
             store.write_sync(end_all)
 
@@ -333,8 +335,7 @@ def test_start_can_wait_until_training_has_begun(live, run):
     with settle(live, first=lambda: seed_attempt(live.api.state, run, attempt_state="ready")):
         result = ctl("start", "slammed", "--wait", "ready", "--timeout", "20")
 
-    assert result.code == 0
-    assert result.out.splitlines()[-1] == "slammed: ready"
+    assert (result.code, result.out) == (0, "slammed: ready\n"), result.err
 
 
 def test_start_says_why_the_training_will_not_begin(live, run):
@@ -557,6 +558,10 @@ def test_secrets_come_from_stdin_and_are_never_printed(live):
     assert "WANDB_API_KEY" in listed.out
     assert ctl("secret", "set", "EMPTY", stdin="\n").code == 2
     assert ctl("secret", "rm", "WANDB_API_KEY", "--yes").code == 0
+    assert ctl("secret", "set", "FROM_ENV", "--reference", "env:WANDB_API_KEY").code == 0
+    assert "FROM_ENV\tenv:WANDB_API_KEY" in ctl("secret", "ls").out
+    assert ctl("secret", "set", "FROM_ENV", "--reference", "http://x").code == 2
+    assert ctl("secret", "rm", "FROM_ENV", "--yes").code == 0
 
 
 def test_tokens_are_created_into_a_private_file_and_work(live, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from supervisor.client import Client
 from supervisor.commands import session
 from supervisor.settings import default_state_dir
 
-HEAVY = ("fastapi", "sqlmodel", "sqlalchemy", "paramiko", "torch", "pydantic", "httpx2", "yaml", "uvicorn")
+HEAVY = ("fastapi", "sqlmodel", "sqlalchemy", "paramiko", "torch", "pydantic", "yaml", "uvicorn")
 WAIT_S = 60
 
 
