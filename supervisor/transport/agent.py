@@ -150,6 +150,8 @@ class AgentClient:
             raise self._lost(op, was_sent=True) from error
         finally:
             self._pending.pop(request_id, None)
+            if future.done() and not future.cancelled():
+                future.exception()  # marks it as seen: a link that breaks while sending is reported once
         return _result(op, reply)
 
     def subscribe(self, callback: Subscriber) -> Callable[[], None]:
