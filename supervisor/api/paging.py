@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from supervisor.api.errors import HttpError
 
 Json = dict[str, Any]
+T = TypeVar("T")
 
 
 def encode_cursor(key: str) -> str:
@@ -46,8 +47,8 @@ def decode_number(cursor: str | None) -> int | None:
     return int(key)
 
 
-def page_of(items: Sequence[Json], *, key: Callable[[Json], str], limit: int, cursor: str | None) -> Json:
-    """One page of a short list that is sorted by `key` already."""
+def page_of(items: Sequence[T], *, key: Callable[[T], str], limit: int, cursor: str | None) -> Json:
+    """One page of a short list that is sorted by `key` already; the items may still be rows."""
     after = decode_cursor(cursor)
     rest = [item for item in items if after is None or key(item) > after]
     shown = rest[:limit]

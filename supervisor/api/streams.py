@@ -46,7 +46,7 @@ class LiveResponse(StreamingResponse):
         media_type: str,
         headers: dict[str, str] | None = None,
     ) -> None:
-        live = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "Content-Encoding": "identity"}
+        live = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(body, media_type=media_type, headers={**live, **(headers or {})})
         self._body = body
         self._place = place

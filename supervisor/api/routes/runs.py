@@ -60,8 +60,8 @@ async def list_runs(state: State, limit: Limit = 50, cursor: Cursor = None) -> A
     """Runs by name."""
 
     def read(session: Session) -> Any:
-        found = [views.run_summary(session, run, state.clock) for run in runs.list_runs(session)]
-        return page_of(found, key=lambda view: view["name"], limit=limit, cursor=cursor)
+        page = page_of(runs.list_runs(session), key=lambda run: run.name, limit=limit, cursor=cursor)
+        return {**page, "items": views.run_summaries(session, page["items"], state.clock)}
 
     return await state.store.read(read)
 
