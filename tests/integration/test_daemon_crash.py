@@ -150,6 +150,28 @@ def test_a_daemon_killed_at_any_point_of_a_run_recovers(folder: Path, point: str
     asyncio.run(checked())
 
 
+@pytest.mark.parametrize("point", ["launch.after_commit", "launch.after_start_request"])
+def test_a_stop_that_follows_a_crash_during_the_launch_leaves_no_orphan(folder: Path, point: str) -> None:
+    name = f"stopped-{run_name(point)}"
+    spec = make_spec("local", name, output_dir=folder / f"out-{name}")
+    write(folder, lambda session: runs.put_run(session, _parse(spec), actor=ACTOR))
+    start_id = request(folder, "start", name)
+    assert die_at(folder, point) == CRASHED
+    stop_id = request(folder, "stop", name)
+
+    async def check() -> None:
+        async with running_daemon(folder) as running:
+            stopped = await running.finished(stop_id)
+            started = await running.finished(start_id)
+            (attempt,) = await running.attempts(name)
+            assert stopped.status == "done", stopped.error
+            assert started.status == "superseded"
+            assert attempt.state == "stopped"
+
+    asyncio.run(check())
+    assert live_processes(folder / "node", name) == []
+
+
 def _parse(spec: dict[str, Any]) -> Any:
     from supervisor.domain.spec import parse_run_dict
 
