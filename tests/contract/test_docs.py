@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import json
+import logging
 import re
 import shlex
 from collections.abc import Iterator
@@ -24,8 +26,9 @@ from supervisor.domain.run import ConditionType, Reason
 from supervisor.domain.spec import RunSpec, parse_run_file, render_spec
 from supervisor.domain.toml_lines import locate_keys
 from tests.support.reference import list_commands
+from tests.support.tiny_drafter import talkative_target
 from trainer.__main__ import COMMANDS as TRAINER_COMMANDS
-from trainer.__main__ import build_train_parser
+from trainer.__main__ import build_train_parser, main
 from trainer.flags import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -225,6 +228,63 @@ def test_the_check_of_commands_finds_what_does_not_exist(line: str) -> None:
     program, *arguments = shlex.split(line)
 
     assert unknown_words(program, arguments)
+
+
+# --- the guide to training by hand, carried out -----------------------------------------------------------
+
+HERE = {
+    "--target-gpus": "cpu",
+    "--drafter-gpus": "cpu",
+    "--device": "cpu",
+    "--dtype": "float32",
+    "--max-new-tokens": "6",
+}
+"""What this machine needs in place of the guide's words; everything else is carried out as it stands."""
+
+
+@pytest.fixture
+def root_logger() -> Iterator[None]:
+    """The trainer's commands send the log where their process wants it; here that must end with the test."""
+    logger = logging.getLogger()
+    handlers, level = list(logger.handlers), logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_the_guide_to_training_by_hand_works_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = ROOT / "docs" / "guides" / "train-by-hand.md"
+    model = talkative_target(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (config,) = fences(guide, "toml")
+    Path("small.toml").write_text(config)
+    for name in ("prompts.jsonl", "held_out.jsonl"):
+        rows = [{"id": f"{name}-{n}", "domain": "a", "prompt": f"say {n} words"} for n in range(6)]
+        Path(name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    done = [
+        run_line(line, model)
+        for block in fences(guide, "sh")
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
+
+    assert done == ["generate", "prepare", "train", "train", "eval", "export", "export"]
+    assert json.loads(Path("eval.json").read_text())["measured_prompts"] > 0
+    assert Path("drafter/config.json").exists()
+    assert list(Path("small/lineage-0000/export").iterdir())
+
+
+def run_line(line: str, model: Path) -> str:
+    words = shlex.split(line.replace("/models/target", str(model)))[1:]
+    for position, word in enumerate(words[:-1]):
+        words[position + 1] = HERE.get(word, words[position + 1])
+    for export in Path("out/lineage-0000/export").glob("step-*"):
+        words = [re.sub(r"^(out/.*)step-\d+$", rf"\g<1>{export.name}", word) for word in words]
+    assert main(words) == 0, line
+    return words[0]
 
 
 # --- links and names ------------------------------------------------------------------------------------
