@@ -7,6 +7,7 @@ take long (asking a host for its key) happens before and has no effect of its ow
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -21,6 +22,8 @@ from supervisor.api.jsonsafe import SafeJSONResponse, without_non_finite
 from supervisor.api.schemas import Plan
 from supervisor.services import idempotency
 from supervisor.services.auth import Principal
+
+log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
@@ -76,6 +79,10 @@ class Write:
             return reply
 
         reply = await self.state.store.write(transaction)
+        # The history names actor and request; where the request came from is for the log alone.
+        client = self.request.client.host if self.request.client else "unknown"
+        route = f"{self.request.method} {self.request.url.path}"
+        log.info("%s by %s from %s: %d, %s", route, self.actor, client, reply.status, self.request_id)
         if reply.hint is not None:
             self.state.hint(reply.hint)
         return to_response(reply)

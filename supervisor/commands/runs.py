@@ -350,6 +350,8 @@ def _progress(run: Json) -> str | None:
     status = run.get("status") or {}
     step, total = status.get("step"), status.get("total_steps")
     if step is None:
+        step = (run.get("metrics") or {}).get("step")
+    if step is None:
         return None
     return f"{step}/{total}" if total else str(step)
 

@@ -49,7 +49,7 @@ RUN_COLUMNS: list[Column] = [
     ("RUN", lambda run: run["name"]),
     ("NODE", lambda run: run["node"]),
     ("PHASE", lambda run: run["phase"]),
-    ("STEP", lambda run: (run.get("status") or {}).get("step")),
+    ("STEP", lambda run: _step(run)),
     ("LOSS", lambda run: number(_metric(run, "train", "loss"), 4)),
     ("TOK/S", lambda run: number(_metric(run, "train", "tok_s"), 0)),
     ("EAL", lambda run: number(_metric(run, "train", "eal"))),
@@ -129,6 +129,14 @@ def _print(picture: Json) -> None:
         if not node.get("gpus"):
             why = " ".join(clean(node.get(key)) for key in ("reason", "message") if node.get(key))
             typer.echo(f"{node['node']}: GPU telemetry unavailable: {why or 'no sample yet'}")
+
+
+def _step(run: Json) -> int | None:
+    for record in (run.get("status"), run.get("metrics")):
+        step: int | None = (record or {}).get("step")
+        if step is not None:
+            return step
+    return None
 
 
 def _metric(run: Json, group: str, name: str) -> float | None:

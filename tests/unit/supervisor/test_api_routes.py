@@ -234,6 +234,16 @@ def test_the_actor_and_the_request_are_in_the_history(api, client):
     assert event["request_id"] == response.headers["X-Request-Id"]
 
 
+def test_the_log_says_where_a_write_came_from(api, client, caplog):
+    seed_node(api.state)
+    seed_run(api.state)
+    with caplog.at_level("INFO", logger="supervisor.api.writes"):
+        response = client.post("/v1/runs/slammed/start", json={})
+
+    assert "POST /v1/runs/slammed/start by token/" in caplog.text
+    assert response.headers["X-Request-Id"] in caplog.text
+
+
 def test_one_key_has_one_effect_and_one_answer(api, client):
     seed_node(api.state)
     seed_run(api.state)
