@@ -308,12 +308,15 @@ class Deployer:
 
 
 def entry_modules(release: Release | None) -> list[str]:
-    """What must be importable: the release's package with its command line, if it has one."""
+    """What must be importable: the release's package with its command line, if it has one, and its training.
+
+    A command line may answer `--help` without the libraries of training, and then proves nothing about them.
+    """
     if release is None:
         return []
-    package = module_of(release)
-    has_main = f"{package}/__main__.py" in (release.manifest.get("files") or {})
-    return [f"{package}.__main__" if has_main else package]
+    package, files = module_of(release), release.manifest.get("files") or {}
+    found = [f"{package}.{name}" for name in ("__main__", "train") if f"{package}/{name}.py" in files]
+    return found or [package]
 
 
 def describe_selftest(result: dict[str, Any]) -> DeployError | None:
