@@ -25,7 +25,7 @@ from supervisor.domain.metrics import (
     split_evenly,
 )
 from supervisor.store.events import now_of
-from supervisor.store.queries import newest_gpu_sample, newest_metric
+from supervisor.store.queries import newest_gpu_sample
 from supervisor.store.tables import Attempt, GpuSample, MetricLine, Node, Run
 
 MAX_POINTS = 5000
@@ -77,11 +77,8 @@ def append_gpu_sample(session: Session, *, node_id: str, sample: Mapping[str, An
     return row
 
 
-def newest_metrics(session: Session, run: Run, *, attempt_id: str | None = None) -> dict[str, Any] | None:
-    """The newest record with its age in seconds and its attempt; None before the first."""
-    row = newest_metric(session, run.id, attempt_id=attempt_id)
-    if row is None:
-        return None
+def metric_view(session: Session, row: MetricLine) -> dict[str, Any]:
+    """A record with its age in seconds and its attempt."""
     return {**row.record, "t": row.t, "age_s": _age(session, row.t), "attempt_id": row.attempt_id}
 
 

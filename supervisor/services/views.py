@@ -7,6 +7,7 @@ null or `unknown`, never a guess.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -17,21 +18,22 @@ from supervisor.domain.decide import derive_phase
 from supervisor.domain.restart import Ledger
 from supervisor.domain.run import LIVE, AttemptState
 from supervisor.services.events import list_events
-from supervisor.services.telemetry import gpu_snapshot, newest_metrics
+from supervisor.services.telemetry import gpu_snapshot, metric_view
 from supervisor.store.events import now_of
-from supervisor.store.facts import desired_of, history_of, spec_of
+from supervisor.store.facts import desired_of, history_from, history_of, spec_of
 from supervisor.store.queries import (
     count_attempts,
     current_deployment,
     deployment_for_run,
     list_live_attempts,
+    list_newest_attempts,
+    list_newest_metrics,
     list_node_runs,
     list_open_operations,
     list_run_attempts,
     live_attempt,
-    newest_attempt,
 )
-from supervisor.store.tables import Attempt, Deployment, Event, Node, Operation, Run
+from supervisor.store.tables import Attempt, Deployment, Event, MetricLine, Node, Operation, Run
 
 MAX_CHECKPOINT_ATTEMPTS = 200
 POLICY_CLASSES = ("release", "capability", "critical", "minor")
@@ -39,23 +41,68 @@ POLICY_CLASSES = ("release", "capability", "critical", "minor")
 
 def run_view(session: Session, run: Run, clock: Clock | None = None) -> dict[str, Any]:
     """A run with its phase, newest attempt, conditions, queue and GPU snapshot and restart budget."""
+    return {
+        **run_summaries(session, [run], clock)[0],
+        "operations": [
+            operation_view(session, found) for found in list_open_operations(session, run_id=run.id)
+        ],
+        "last_decision": run.last_decision,
+    }
+
+
+def run_summaries(session: Session, runs: Sequence[Run], clock: Clock | None = None) -> list[dict[str, Any]]:
+    """Runs as lines of a list; the number of queries does not grow with the number of runs."""
+    ids = [run.id for run in runs]
+    attempts = list_newest_attempts(session, ids, each=2)
+    counts = count_attempts(session, ids)
+    lines = list_newest_metrics(session, [found[0].id for found in attempts.values()])
+    nodes = {run.node_id: session.get(Node, run.node_id) for run in runs}
+    gpus = {node.id: gpu_snapshot(session, node) for node in nodes.values() if node is not None}
+    views = []
+    deployments = []  # kept: the session forgets rows that nobody holds, and would read them for every run
+    for run in runs:
+        found = attempts.get(run.id) or []
+        deployment = deployment_for_run(session, run)
+        deployments.append(deployment)
+        rows = _RunRows(
+            node=nodes[run.node_id],
+            attempts=found,
+            attempt_count=counts.get(run.id, 0),
+            line=lines.get(found[0].id) if found else None,
+            gpus=gpus.get(run.node_id),
+            deployment=deployment,
+        )
+        views.append(_run_summary(session, run, rows, clock))
+    return views
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunRows:
+    """What a summary shows beside the run's own row; attempts newest first, at most two."""
+
+    node: Node | None
+    attempts: Sequence[Attempt]
+    attempt_count: int
+    line: MetricLine | None
+    gpus: Mapping[str, Any] | None
+    deployment: Deployment | None
+
+
+def _run_summary(session: Session, run: Run, rows: _RunRows, clock: Clock | None) -> dict[str, Any]:
     now = clock.now() if clock else now_of(session)
-    node = session.get(Node, run.node_id)
-    history = history_of(session, run, limit=2)
-    newest = newest_attempt(session, run.id)
-    metrics = newest_metrics(session, run, attempt_id=newest.id if newest else None)
+    newest = rows.attempts[0] if rows.attempts else None
+    metrics = metric_view(session, rows.line) if rows.line is not None else None
     record: Mapping[str, Any] = metrics or {}
-    gpus = gpu_snapshot(session, node) if node else None
     return {
         "id": run.id,
         "name": run.name,
-        "node": node.name if node else None,
+        "node": rows.node.name if rows.node else None,
         "node_id": run.node_id,
         "version": run.version,
         "generation": run.generation,
         "created_at": text(run.created_at),
         "updated_at": text(run.updated_at),
-        "phase": derive_phase(desired_of(session, run), history).value,
+        "phase": derive_phase(desired_of(session, run), history_from(run, rows.attempts)).value,
         "desired": run.desired,
         "desired_reason": run.desired_reason,
         "desired_actor": run.desired_actor,
@@ -63,33 +110,21 @@ def run_view(session: Session, run: Run, clock: Clock | None = None) -> dict[str
         "intent": run.intent,
         "conditions": run.conditions,
         "attempt": attempt_view(session, newest, clock) if newest else None,
-        "attempt_count": count_attempts(session, run.id),
+        "attempt_count": rows.attempt_count,
         "status": newest.last_status if newest else None,
         "status_age_s": age_s(newest.last_status_at if newest else None, now),
         "metrics": metrics,
         "queue": record.get("queue"),
         "train": record.get("train"),
-        "gpu": _leased_gpus(gpus, newest),
+        "gpu": _leased_gpus(rows.gpus, newest),
         "hold": run.hold,
         "next_start_at": text(run.next_start_at),
         "next_start_in_s": _until(run.next_start_at, now),
         "restarts": restart_view(run, now),
         "drift": run.drift,
-        "deployment": _pair_of(deployment_for_run(session, run)),
-        "operations": [
-            operation_view(session, found) for found in list_open_operations(session, run_id=run.id)
-        ],
-        "last_decision": run.last_decision,
+        "deployment": _pair_of(rows.deployment),
         "spec": run.spec,
     }
-
-
-def run_summary(session: Session, run: Run, clock: Clock | None = None) -> dict[str, Any]:
-    """A run as one line of a list."""
-    view = run_view(session, run, clock)
-    for key in ("last_decision", "operations"):
-        del view[key]
-    return view
 
 
 def restart_view(run: Run, now: datetime) -> dict[str, Any]:

@@ -6,7 +6,7 @@ the node is not a row; the reconciler's observation builds it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -57,8 +57,12 @@ def desired_of(session: Session, run: Run) -> Desired:
 
 
 def history_of(session: Session, run: Run, *, limit: int = MAX_ATTEMPTS) -> History:
-    """The newest attempts, newest first, ledger and hold; two are enough for a phase."""
-    attempts = list_run_attempts(session, run.id, limit=limit)
+    """The newest attempts, newest first, ledger and hold."""
+    return history_from(run, list_run_attempts(session, run.id, limit=limit))
+
+
+def history_from(run: Run, attempts: Sequence[Attempt]) -> History:
+    """As `history_of`, from attempts at hand, newest first; two are enough for a phase."""
     return History(
         attempts=tuple(attempt_facts(attempt) for attempt in attempts),
         ledger=Ledger.from_json(run.ledger),

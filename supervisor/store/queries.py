@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from sqlalchemy.orm import aliased
 from sqlmodel import Session, col, func, or_, select
 
 from supervisor.domain.errors import NotFoundError
@@ -69,9 +70,34 @@ def list_run_attempts(session: Session, run_id: str, *, limit: int = 50) -> list
     return list(session.exec(query).all())
 
 
-def count_attempts(session: Session, run_id: str) -> int:
-    """How many attempts a run has had."""
-    return session.exec(select(func.count()).select_from(Attempt).where(Attempt.run_id == run_id)).one()
+def list_newest_attempts(
+    session: Session, run_ids: Sequence[str], *, each: int = 1
+) -> dict[str, list[Attempt]]:
+    """The newest attempts of several runs, newest first, in one query; runs without any are left out."""
+    other = aliased(Attempt)
+    newest = (
+        select(col(other.id))
+        .where(col(other.run_id) == col(Run.id))
+        .order_by(col(other.number).desc())
+        .limit(each)
+        .correlate(Run)
+    )
+    query = (
+        select(Attempt)
+        .join(Run, col(Attempt.run_id) == col(Run.id))
+        .where(col(Run.id).in_(run_ids), col(Attempt.id).in_(newest))
+        .order_by(col(Attempt.run_id), col(Attempt.number).desc())
+    )
+    found: dict[str, list[Attempt]] = {}
+    for attempt in session.exec(query):
+        found.setdefault(attempt.run_id, []).append(attempt)
+    return found
+
+
+def count_attempts(session: Session, run_ids: Sequence[str]) -> dict[str, int]:
+    """How many attempts each of these runs has had; runs without any are left out."""
+    query = select(Attempt.run_id, func.count()).where(col(Attempt.run_id).in_(run_ids))
+    return dict(session.exec(query.group_by(col(Attempt.run_id))).all())
 
 
 def list_live_attempts(session: Session, *, node_id: str | None = None) -> list[Attempt]:
@@ -141,12 +167,20 @@ def deployment_for_run(session: Session, run: Run) -> Deployment | None:
     return session.get(Deployment, current) if current else None
 
 
-def newest_metric(session: Session, run_id: str, *, attempt_id: str | None = None) -> MetricLine | None:
-    """Newest metrics line of a run, or of one attempt."""
-    query = select(MetricLine).where(MetricLine.run_id == run_id)
-    if attempt_id is not None:
-        query = query.where(MetricLine.attempt_id == attempt_id)
-    return session.exec(query.order_by(col(MetricLine.t).desc(), col(MetricLine.id).desc()).limit(1)).first()
+def list_newest_metrics(session: Session, attempt_ids: Sequence[str]) -> dict[str, MetricLine]:
+    """Newest metrics line of several attempts, in one query; attempts without any are left out."""
+    line = aliased(MetricLine)
+    newest = (
+        select(col(line.id))
+        .where(col(line.attempt_id) == col(Attempt.id))
+        .order_by(col(line.t).desc(), col(line.id).desc())
+        .limit(1)
+        .correlate(Attempt)
+        .scalar_subquery()
+    )
+    query = select(MetricLine).join(Attempt, col(MetricLine.id) == newest)
+    rows = session.exec(query.where(col(Attempt.id).in_(attempt_ids)))
+    return {row.attempt_id: row for row in rows}
 
 
 def newest_gpu_sample(session: Session, node_id: str) -> GpuSample | None:

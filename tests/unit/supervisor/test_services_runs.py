@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy
 from sqlmodel import Session, func, select
 
 from supervisor.domain.errors import ConfigError, ConflictError, NotFoundError, RequestError
 from supervisor.domain.restart import Ledger
-from supervisor.services import nodes, runs, views
+from supervisor.services import nodes, runs, telemetry, views
 from supervisor.store.facts import desired_of, has_new_checkpoint, history_of
 from supervisor.store.queries import deployment_for_run, list_open_operations
 from supervisor.store.tables import Attempt, Deployment, Event, Operation, Run
@@ -381,9 +382,7 @@ def test_stopping_without_saving_names_the_loss(store: Store, clock: FakeClock) 
 
 def test_a_list_shows_each_run_in_short_and_deployments_in_full(store: Store) -> None:
     store.write_sync(lambda session: deploy(session, "d1", sequence=1))
-    short = store.read_sync(
-        lambda session: [views.run_summary(session, run) for run in runs.list_runs(session)]
-    )
+    short = store.read_sync(lambda session: views.run_summaries(session, runs.list_runs(session)))
     assert (short[0]["name"], short[0]["deployment"]["id"], short[0]["phase"]) == ("slammed", "d1", "pending")
     assert "last_decision" not in short[0]
     node = store.read_sync(lambda session: nodes.get_node(session, "local"))
@@ -393,6 +392,41 @@ def test_a_list_shows_each_run_in_short_and_deployments_in_full(store: Store) ->
         ]
     )
     assert [(item["id"], item["is_current"]) for item in shown] == [("d1", True)]
+
+
+def test_a_list_shows_each_run_its_own_newest_attempt_and_line(store: Store) -> None:
+    def write(session: Session) -> None:
+        for name in ("a", "b"):
+            run = make_run(session, name=name)
+            for number, state in ((1, "failed"), (2, "ready")):
+                attempt = make_attempt(session, run, state=state)
+                session.flush()
+                lines = [{"t": 10.0 * number + n, "step": n, "who": f"{name}{number}"} for n in (1, 2)]
+                telemetry.append_metrics(session, run_id=run.id, attempt_id=attempt.id, records=lines)
+        make_run(session, name="c")
+
+    store.write_sync(write)
+    queries: list[str] = []
+    engine = store._read_engine
+    sqlalchemy.event.listen(engine, "before_cursor_execute", lambda *args: queries.append(args[2]))
+
+    def read(session: Session, count: int) -> tuple[list[dict[str, Any]], int]:
+        queries.clear()
+        return views.run_summaries(session, runs.list_runs(session)[:count]), len(queries)
+
+    one, few = store.read_sync(lambda session: read(session, 1))
+    shown, many = store.read_sync(lambda session: read(session, 3))
+
+    by_name = {item["name"]: item for item in shown}
+    assert [by_name[name]["attempt_count"] for name in "abc"] == [2, 2, 0]
+    assert [by_name[name]["attempt"]["number"] for name in "ab"] == [2, 2]
+    assert [(by_name[name]["metrics"]["who"], by_name[name]["metrics"]["step"]) for name in "ab"] == [
+        ("a2", 2),
+        ("b2", 2),
+    ]
+    assert by_name["c"]["attempt"] is by_name["c"]["metrics"] is None
+    assert one[0]["name"] == "a"
+    assert many == few, "a longer list must not need more queries"
 
 
 # --- views and facts -----------------------------------------------------------------------------------

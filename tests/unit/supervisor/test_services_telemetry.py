@@ -12,7 +12,7 @@ import pytest
 from sqlmodel import Session, func, select
 
 from supervisor.domain.errors import ConflictError, RequestError
-from supervisor.services import events, idempotency, nodes, runs, telemetry
+from supervisor.services import events, idempotency, nodes, runs, telemetry, views
 from supervisor.store.events import record_event
 from supervisor.store.tables import GpuSample, MetricLine, Run
 from supervisor.store.writer import Store
@@ -50,6 +50,11 @@ def history(store: Store, **arguments: Any) -> dict[str, Any]:
     return store.read_sync(lambda session: telemetry.metric_history(session, the_run(session), **arguments))
 
 
+def newest_line(store: Store) -> dict[str, Any] | None:
+    """As a run's view shows it."""
+    return store.read_sync(lambda session: views.run_view(session, the_run(session))["metrics"])
+
+
 def test_a_line_that_comes_twice_is_stored_once(store: Store) -> None:
     lines = [{"t": T + n, "step": n, "train": {"loss": 2.0}} for n in range(3)]
     assert append(store, *lines) == 3
@@ -61,7 +66,7 @@ def test_a_line_that_comes_twice_is_stored_once(store: Store) -> None:
 
 def test_nan_becomes_null_with_a_mark(store: Store) -> None:
     append(store, {"t": T, "step": 1, "train": {"loss": float("nan"), "lr": 1.0}})
-    newest = store.read_sync(lambda session: telemetry.newest_metrics(session, the_run(session)))
+    newest = newest_line(store)
     assert newest is not None
     assert newest["train"] == {"loss": None, "lr": 1.0}
     assert newest["non_finite"] == ["train.loss"]
@@ -76,7 +81,7 @@ def test_a_line_without_a_time_gets_one(store: Store) -> None:
 def test_the_newest_line_has_an_age(store: Store, clock: FakeClock) -> None:
     append(store, {"t": T, "step": 1}, {"t": T + 1, "step": 2})
     clock.move(11)
-    newest = store.read_sync(lambda session: telemetry.newest_metrics(session, the_run(session)))
+    newest = newest_line(store)
     assert newest is not None
     assert (newest["step"], newest["age_s"]) == (2, 10)
 
