@@ -74,6 +74,8 @@ class RunLoop:
         self._rt = runtime
         self._token: str | None = None
         self._leased_until_s = 0.0
+        self._acted: dict[str, Any] | None = None
+        """The newest decision that changed something, for the explanation of the run."""
         self._steps = Steps(runtime, self._guarded)
 
     async def reconcile(self) -> PassResult:
@@ -107,10 +109,16 @@ class RunLoop:
         try:
             for action in decision.actions:
                 is_changed |= await self._act(action, snapshot, connection, look)
-            fingerprint = self._fingerprint(snapshot, connection)
-            is_changed |= await self._rt.store.write(
-                lambda session: self._settle(session, snapshot, connection, evidence, decision, fingerprint)
-            )
+            if is_changed:
+                # The next pass follows at once and settles; a start is four of them.
+                self._acted = {**finite(decision.to_json()), "at": observed.at.isoformat()}
+            else:
+                fingerprint = self._fingerprint(snapshot, connection)
+                is_changed = await self._rt.store.write(
+                    lambda session: self._settle(
+                        session, snapshot, connection, evidence, decision, fingerprint
+                    )
+                )
         except LeaseLostError as error:
             log.warning("result dropped", run=snapshot.run.name, error=error.message)
             self._token = None
@@ -198,7 +206,7 @@ class RunLoop:
         observed = evidence.observed
         run = self._guarded(session)
         attempt = newest_attempt(session, run.id)
-        save_decision(session, run, decision, snapshot, observed)
+        save_decision(session, run, decision, snapshot, observed, acted=self._acted)
         if attempt is not None:
             self._note_first_output(session, attempt, evidence.look)
             memory = self._rt.memories.get(run.id)
@@ -249,17 +257,28 @@ class RunLoop:
 
 
 def save_decision(
-    session: Session, run: Run, decision: Decision, snapshot: Snapshot, observed: Observed
+    session: Session,
+    run: Run,
+    decision: Decision,
+    snapshot: Snapshot,
+    observed: Observed,
+    *,
+    acted: dict[str, Any] | None,
 ) -> None:
-    """Keep the newest decision with what it was made from; the same one again is not written."""
+    """Keep the newest decision with what it was made from, and the newest one that acted.
+
+    The same one again is not written.
+    """
     rendered = decision.to_json()
     last = run.last_decision or {}
+    acted = acted or last.get("acted")
     is_same = all(last.get(key) == rendered[key] for key in ("reason", "explanation"))
-    if is_same:
+    if is_same and last.get("acted") == acted:
         return
     run.last_decision = {
         **finite(rendered),
         "at": observed.at.isoformat(),
+        "acted": acted,
         "inputs": {
             "desired": to_json(snapshot.desired),
             "observed": to_json(observed),
