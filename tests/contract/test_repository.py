@@ -114,7 +114,7 @@ def test_the_compose_service_and_its_health_check_run_as_they_stand(tmp_path: Pa
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     before = subprocess.run(health, capture_output=True, text=True, timeout=60, env=environment)
     daemon = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
     )
     try:
         line = daemon.stdout.readline()
