@@ -98,6 +98,7 @@ class Deployer:
             return result
         finally:
             keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
             await self._store.write(lambda session: leases.release(session, Node, node_id, token))
 
     async def _keep_lease(self, node_id: str, token: str) -> None:

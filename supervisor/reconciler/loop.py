@@ -122,8 +122,8 @@ class RunLoop:
         except LeaseLostError as error:
             log.warning("result dropped", run=snapshot.run.name, error=error.message)
             self._token = None
-        newest = await self._rt.store.read(lambda session: newest_attempt(session, self._run_id))
-        is_live = newest is not None and AttemptState(newest.state) in LIVE
+        # A pass that changed something is followed by the next at once: what it began with is still so.
+        is_live = snapshot.attempt is not None and AttemptState(snapshot.attempt.state) in LIVE
         return PassResult(
             is_changed=is_changed,
             is_active=is_live or decision.reason in ("Backoff", "GpuBusy", "Start"),

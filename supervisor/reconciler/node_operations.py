@@ -106,6 +106,7 @@ class NodeOperations:
             await self._end(operation.id, status="failed", error=failure)
         finally:
             writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
             asyncio.get_running_loop().call_soon(self._on_ended, operation.node_id or "")
 
     def _begin(self, session: Session, operation_id: str) -> None:

@@ -32,6 +32,8 @@ log = structlog.get_logger(__name__)
 
 MIN_WAIT_S = 0.05
 ERROR_WAIT_S = 5.0
+SETTLE_WAIT_S = 3.0
+"""How long a new loop waits for its node's first connection to come up, or to fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,9 @@ class Scheduler(ConnectionListener):
         broken = await self._rt.connections.refresh([self._address(node) for node in nodes])
         for node_id, error in broken.items():
             await self._rt.store.write(functools.partial(_save_broken, node_id=node_id, error=error))
+        seen = [connection.address.id for connection in self._rt.connections if connection.is_open]
+        if seen:
+            await self._rt.store.write(functools.partial(_save_seen, node_ids=seen))
         for run_id in set(run_ids) - set(self._workers):
             worker = _Worker(asyncio.create_task(self._work(run_id), name=f"run-{run_id}"))
             self._workers[run_id] = worker
@@ -159,6 +164,7 @@ class Scheduler(ConnectionListener):
         """One run's task: reconcile, wait for a hint or the clock, for ever."""
         loop = RunLoop(run_id, self._rt)
         await asyncio.sleep(0)
+        await self._node_settled(run_id)
         worker = self._workers[run_id]
         while True:
             worker.wake.clear()
@@ -179,6 +185,13 @@ class Scheduler(ConnectionListener):
                     await worker.wake.wait()
         self._workers.pop(run_id, None)
         self._rt.memories.pop(run_id, None)
+
+    async def _node_settled(self, run_id: str) -> None:
+        """At start, look first when there is something to see: a pass without a connection learns nothing."""
+        run = await self._rt.store.read(lambda session: session.get(Run, run_id))
+        connection = self._rt.connections.find(run.node_id) if run is not None else None
+        if connection is not None:
+            await connection.settled(SETTLE_WAIT_S)
 
     def _wait_s(self, result: PassResult) -> float:
         if result.is_changed:
@@ -264,6 +277,15 @@ def save_reachability(session: Session, connection: NodeConnection) -> None:
             level="warning",
             node_id=node.id,
         )
+
+
+def _save_seen(session: Session, *, node_ids: list[str]) -> None:
+    """When each node last answered: a fact for people, no change of the node's version."""
+    for node_id in node_ids:
+        node = session.get(Node, node_id)
+        if node is not None:
+            node.last_seen_at = now_of(session)
+            session.add(node)
 
 
 def _save_broken(session: Session, *, node_id: str, error: SupervisorError) -> None:
