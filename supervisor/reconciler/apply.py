@@ -39,7 +39,7 @@ POLICY = "policy"
 MAX_KEPT_LINES = 200
 
 _QUIET = frozenset({ConditionType.ALIVE, ConditionType.READY, ConditionType.GPU_CLEAN})
-"""False for ordinary reasons; the attempt's own events, or a hold, tell of what matters."""
+"""They change for ordinary reasons; the attempt's own events, or a hold, tell of what matters."""
 
 Json = dict[str, Any]
 
@@ -93,7 +93,7 @@ def set_condition(
     was = old["status"] if old is not None else None
     is_worse = status is False and (was != "false" or (old is not None and old["reason"] != reason))
     is_better = status is True and was == "false"
-    if not (is_worse or is_better) or (is_worse and kind in _QUIET):
+    if not (is_worse or is_better) or kind in _QUIET:
         return True
     is_run = isinstance(row, Run)
     record_event(

@@ -51,6 +51,9 @@ log = structlog.get_logger(__name__)
 MAX_STEPS = 25
 """Passes in a row while each of them changes something; then the others get their turn."""
 
+_ON_THE_WAY = (PlanAttempt, Preflight, Launch)
+"""Steps of a start, each followed by the next at once: the last pass settles for all of them."""
+
 SOON_S = 1.0
 _SOON = frozenset({"Stopping", "Launching", "LaunchUnknown", "GpuBusy"})
 """Waits that end within moments and that no event of the agent may announce."""
@@ -110,11 +113,10 @@ class RunLoop:
             for action in decision.actions:
                 is_changed |= await self._act(action, snapshot, connection, look)
             if is_changed:
-                # The next pass follows at once and settles; a start is four of them.
                 self._acted = {**finite(decision.to_json()), "at": observed.at.isoformat()}
-            else:
+            if not (is_changed and isinstance(decision.actions[-1], _ON_THE_WAY)):
                 fingerprint = self._fingerprint(snapshot, connection)
-                is_changed = await self._rt.store.write(
+                is_changed |= await self._rt.store.write(
                     lambda session: self._settle(
                         session, snapshot, connection, evidence, decision, fingerprint
                     )
