@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastapi.exceptions import RequestValidationError
+from fastapi.exceptions import RequestValidationError, ResponseValidationError
 from starlette.exceptions import HTTPException
 
 from supervisor.api.jsonsafe import SafeJSONResponse
@@ -198,6 +198,13 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
     )
 
 
+async def _on_undescribed_answer(request: Request, error: Exception) -> Response:
+    # The fault is in our description, not in the data: the reader gets the data, the log the difference.
+    assert isinstance(error, ResponseValidationError)
+    log.error("answer of %s does not fit its schema: %s", request.url.path, error.errors()[:3])
+    return SafeJSONResponse(error.body)
+
+
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind, reason = STATUS_TITLES.get(error.status_code, ("http", "HttpError"))
@@ -230,5 +237,6 @@ def install_error_handlers(app: FastAPI) -> None:
     """Register the handlers; called by `api.install`."""
     app.add_exception_handler(domain.SupervisorError, _on_supervisor_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(ResponseValidationError, _on_undescribed_answer)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_unexpected)

@@ -63,6 +63,10 @@ def client():
     async def bug() -> None:
         raise RuntimeError("password=hunter2")
 
+    @app.get("/undescribed", response_model=dict[str, int])
+    async def undescribed() -> dict[str, object]:
+        return {"a": "text", "b": float("nan")}
+
     @app.get("/number/{value}")
     async def number(value: int) -> int:
         return value
@@ -120,6 +124,13 @@ def test_a_bug_shows_its_id_and_neither_traceback_nor_message(client, caplog):
     assert "hunter2" not in response.text
     assert "Traceback" not in response.text
     assert response.json()["instance"] in caplog.text
+
+
+def test_data_that_its_description_forgot_is_answered_and_logged(client, caplog):
+    response = client.get("/undescribed")
+
+    assert (response.status_code, response.json()) == (200, {"a": "text", "b": None})
+    assert "/undescribed does not fit its schema" in caplog.text
 
 
 def test_fields_that_do_not_fit_are_named_without_their_value(client):
