@@ -25,7 +25,7 @@ def start_fleet(bed: Bed, root: Path) -> float:
     begin = time.perf_counter()
     for name in names:
         bed.client.post(f"/v1/runs/{name}/start", {})
-    bed.until(lambda: _are_ready(_fleet(bed)), "all runs to be ready")
+    bed.until(lambda: _are_ready(_fleet(bed)), "all runs to be ready", every_s=1.0)
     return time.perf_counter() - begin
 
 

@@ -26,6 +26,7 @@ from tests.support.pct_host import DEFAULT_VMID, PctHost
 WAIT_S = 60.0
 NODE = "ct200"
 LISTENING = "listening on "
+POLL_S = 0.2
 
 
 class BenchmarkError(RuntimeError):
@@ -176,13 +177,13 @@ class Bed:
         """Store a run of the toy trainer."""
         self.client.post("/v1/runs", make_spec(node, name, output_dir=output_dir, args=args))
 
-    def until(self, check: Callable[[], bool], what: str) -> float:
-        """Poll until `check` holds; returns that moment."""
+    def until(self, check: Callable[[], bool], what: str, *, every_s: float = POLL_S) -> float:
+        """Poll until `check` holds; returns that moment. Not too often: polling is a load of its own."""
         end = time.perf_counter() + WAIT_S
         while time.perf_counter() < end:
             if check():
                 return time.perf_counter()
-            time.sleep(0.02)
+            time.sleep(every_s)
         raise BenchmarkError(f"waited {WAIT_S:g} s for {what}")
 
 
