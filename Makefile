@@ -10,7 +10,9 @@ TORCH := torch==2.13.0
 TORCH_INDEX_URL ?=
 LOCK_FLAGS := --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --no-annotate --universal --python-version 3.11
 LOCK_CUDA := $(foreach p,cuda-bindings cuda-pathfinder cuda-toolkit nvidia-cublas nvidia-cuda-cupti nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cudnn-cu13 nvidia-cufft nvidia-cufile nvidia-curand nvidia-cusolver nvidia-cusparse nvidia-cusparselt-cu13 nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvshmem-cu13 nvidia-nvtx,--no-emit-package $(p))
-PYTEST := $(BIN)/python -m pytest
+# Most tests wait for processes more than they compute, so more workers than cores pay; one file stays together.
+WORKERS ?= 4
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 export HF_HUB_OFFLINE := 1
 export WANDB_MODE ?= offline
 
@@ -80,7 +82,7 @@ test: check webui ## everything that CI runs
 	$(PYTEST) tests/unit tests/contract tests/integration tests/browser -q
 
 gpu: setup ## tests that need an NVIDIA GPU (skipped with a reason elsewhere)
-	$(PYTEST) tests/gpu -q
+	$(BIN)/python -m pytest tests/gpu -q
 
 # --- the product ----------------------------------------------------------------------------------------
 

@@ -189,7 +189,7 @@ def _deploy_and_run(places: Places, url: str, client: Client) -> None:
     _call([ctl, "node", "deploy", NODE, "--lock", str(first_lock)])
     _chapter("the run")
     run_file = places.work / "demo.toml"
-    run_file.write_text(render_run(places, first_lock))
+    run_file.write_text(render_run(places))
     _call([ctl, "run", str(run_file)])
     _follow(client, url, full_lock)
 
@@ -281,7 +281,7 @@ def _stay(url: str) -> None:
         _tell("")
 
 
-def render_run(places: Places, lock: Path) -> str:
+def render_run(places: Places) -> str:
     """The run file of the demo; JSON strings are valid TOML strings."""
     args = ["--target-model", str(places.target), "--data-dir", str(places.work / "data")]
     args += ["--output-dir", str(places.output), "--config", str(places.repository / "demo" / "train.toml")]
@@ -290,9 +290,6 @@ def render_run(places: Places, lock: Path) -> str:
 name = "{RUN}"
 node = "{NODE}"
 source = "bundled"
-
-[environment]
-lock = {json.dumps(str(lock))}
 
 [command]
 args = {json.dumps(args)}
@@ -338,18 +335,22 @@ def without_package(lock: str, package: str) -> str:
     return text
 
 
-def _torch_source() -> list[str]:
-    """Where the node finds torch: TORCH_INDEX_URL, else pip's configured folder, else uv's default."""
+def _torch_source(places: Places) -> list[str]:
+    """Where the node finds torch: TORCH_INDEX_URL, pip's configured folder, or wheels that pip fetches now."""
     if index := os.environ.get("TORCH_INDEX_URL"):
         return ["--torch-index-url", index]
-    listing = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "get", "global.find-links"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    folder = listing.stdout.strip()
-    return ["--find-links", folder] if listing.returncode == 0 and Path(folder).is_dir() else []
+    pip = [sys.executable, "-m", "pip"]
+    asked = [*pip, "config", "get", "global.find-links"]
+    folder = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    if folder and any(Path(folder).glob("torch-*.whl")):
+        return ["--find-links", folder]
+    requirement = (places.repository / "requirements" / "torch.txt").read_text().strip()
+    wheels = places.cache / "wheels"
+    if not any(wheels.glob("torch-*.whl")):
+        _call(
+            [*pip, "download", "--quiet", "--disable-pip-version-check", "--dest", str(wheels), requirement]
+        )
+    return ["--find-links", str(wheels)]
 
 
 def _stop_run(client: Client) -> None:
