@@ -179,7 +179,7 @@ def _deploy_and_run(places: Places, url: str, client: Client) -> None:
                 "local",
                 "--root",
                 str(places.work / "node"),
-                *_torch_source(),
+                *_torch_source(places),
             ]
         )
     full_lock = places.repository / "requirements" / "trainer.txt"
@@ -336,7 +336,7 @@ def without_package(lock: str, package: str) -> str:
 
 
 def _torch_source(places: Places) -> list[str]:
-    """Where the node finds torch: TORCH_INDEX_URL, pip's configured folder, or wheels that pip fetches now."""
+    """Where the node finds torch: TORCH_INDEX_URL, pip's folder, or wheels that pip fetches now."""
     if index := os.environ.get("TORCH_INDEX_URL"):
         return ["--torch-index-url", index]
     pip = [sys.executable, "-m", "pip"]
