@@ -29,7 +29,7 @@ from supervisor.domain.errors import (
 )
 from supervisor.domain.layout import Layout
 from supervisor.reconciler.reachability import Reachability, reconnect_delay_s
-from supervisor.reconciler.scripts import ensure_folder
+from supervisor.reconciler.scripts import ensure_folder, no_python
 from supervisor.transport.agent import AgentClient, build_shim_argv
 from supervisor.transport.base import Channel, Transport
 from supervisor.transport.bundle import ShimArchive
@@ -44,6 +44,8 @@ TCP_TRY_DEADLINE_S = 3.0
 
 _NO_SHIM = "can't open file"
 """What every Python says of a missing program file."""
+_NOT_STARTED = (": not found", "No such file or directory", "Permission denied")
+"""What shells and systems say of a program that they cannot start."""
 
 Frame = Mapping[str, Any]
 
@@ -112,6 +114,8 @@ class NodeConnection:
         self._task: asyncio.Task[None] | None = None
         self.lock = asyncio.Lock()
         """Held while something is being changed in the node: one worker per node at a time."""
+        self.watch_lock = asyncio.Lock()
+        """Held while the set of watched attempts is read and sent: the newest set must be sent last."""
 
     @property
     def shim_path(self) -> str:
@@ -195,11 +199,18 @@ class NodeConnection:
             await self._open_agent()
         except (TransportError, ContainerError, ShimError, DeployError) as error:
             await self._drop_agent()
-            return error
+            return self._without_python(error) or error
         except Exception as error:  # task boundary: a bug in one node must not end its loop
             log.exception("connection failed unexpectedly", node=self.address.name)
             await self._drop_agent()
             return ConnectError(f"internal error while connecting: {error}", reason="InternalError")
+        return None
+
+    def _without_python(self, error: SupervisorError) -> SupervisorError | None:
+        """The error that says so when what failed is the start of the node's interpreter, else None."""
+        text = str(error.data.get("stderr") or error.message)
+        if self.address.python in text and any(words in text for words in _NOT_STARTED):
+            return no_python(self.address.python, text)
         return None
 
     async def _open_agent(self) -> None:

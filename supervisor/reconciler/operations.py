@@ -39,7 +39,7 @@ def end_operations(
     for operation in list_open_operations(session, kinds=RUN_KINDS, run_id=run.id):
         verdict = _judge(session, operation, run, attempt, decision, reach)
         if verdict is None:
-            _note_running(session, operation, attempt, decision)
+            _note_running(session, operation, attempt, decision, reach)
             continue
         status, error = verdict
         finish_operation(
@@ -61,12 +61,19 @@ def _result(attempt: Attempt | None) -> dict[str, Any] | None:
 
 
 def _note_running(
-    session: Session, operation: Operation, attempt: Attempt | None, decision: Decision
+    session: Session,
+    operation: Operation,
+    attempt: Attempt | None,
+    decision: Decision,
+    reach: Reachability | None,
 ) -> None:
     step = attempt.state if attempt is not None else "waiting"
-    progress = {"step": step, "message": decision.explanation, "done": None, "total": None}
+    message = decision.explanation
+    if reach is not None and reach.is_reachable is not True and reach.failures:
+        message = f"the node does not answer: {reach.message}"
+    progress = {"step": step, "message": message, "done": None, "total": None}
     if operation.progress != progress:
-        report_progress(session, operation, step=step, message=decision.explanation)
+        report_progress(session, operation, step=step, message=message)
 
 
 def _judge(
@@ -84,7 +91,7 @@ def _judge(
             return ("superseded", _superseded(run))
         return _judge_start(session, run, attempt, decision, reach, intent)
     if operation.kind == "stop":
-        return _judge_stop(run, attempt, intent)
+        return _judge_stop(run, attempt, reach, intent)
     return _judge_lost(operation, attempt, session)
 
 
@@ -111,14 +118,15 @@ def _judge_start(
                 "failed",
                 _error(run.hold["reason"], run.hold["message"], "remove the cause, then start again"),
             )
-        return _unreachable(reach)
+        return _unreachable(reach, _START_STAYS)
     state = AttemptState(attempt.state)
     if state in _UP and attempt.first_output_at is not None:
         return ("done", None) if _has_settled(session, attempt) else None
     if state is AttemptState.SUCCEEDED:
         return ("done", None)
     if state in LIVE:
-        return _unreachable(reach) if state in (AttemptState.PLANNED, AttemptState.PREFLIGHT) else None
+        is_unsent = state in (AttemptState.PLANNED, AttemptState.PREFLIGHT)
+        return _unreachable(reach, _START_STAYS) if is_unsent else None
     return ("failed", describe_end(attempt))
 
 
@@ -130,21 +138,21 @@ def _has_settled(session: Session, attempt: Attempt) -> bool:
     return begun is not None and now_of(session) - begun >= timedelta(seconds=SETTLE_S)
 
 
-def _unreachable(reach: Reachability | None) -> tuple[str, Error] | None:
-    """A start on a node that is known to be out of reach fails as a request; the wish itself stays."""
-    if reach is None or reach.is_reachable is not False:
+_START_STAYS = "the run stays wanted and starts when the node is back, `stop` withdraws it"
+_STOP_STAYS = "the run stays unwanted and is stopped when the node is back"
+
+
+def _unreachable(reach: Reachability | None, what_stays: str) -> tuple[str, Error] | None:
+    """A request for a node that is out of reach fails as a request; the wish itself stays."""
+    if reach is None or not reach.is_out_of_reach:
         return None
-    return (
-        "failed",
-        _error(
-            reach.reason,
-            f"the node cannot be reached: {reach.message}",
-            "the run stays wanted and starts when the node is back; `stop` withdraws it",
-        ),
-    )
+    hint = "; ".join(part for part in (reach.remedy, what_stays) if part)
+    return ("failed", _error(reach.reason, f"the node cannot be reached: {reach.message}", hint))
 
 
-def _judge_stop(run: Run, attempt: Attempt | None, intent: int) -> tuple[str, Error | None] | None:
+def _judge_stop(
+    run: Run, attempt: Attempt | None, reach: Reachability | None, intent: int
+) -> tuple[str, Error | None] | None:
     if run.desired == DesiredState.RUNNING and intent < run.intent:
         return ("superseded", _superseded(run))
     if attempt is None or AttemptState(attempt.state) not in LIVE:
@@ -158,7 +166,9 @@ def _judge_stop(run: Run, attempt: Attempt | None, intent: int) -> tuple[str, Er
                 "look at the process on the node; its GPUs stay reserved",
             ),
         )
-    return None
+    if reach is not None and reach.container_status is not None:
+        return None  # a container that is stopped or gone took the attempt with it: that is found next
+    return _unreachable(reach, _STOP_STAYS)
 
 
 def _judge_lost(

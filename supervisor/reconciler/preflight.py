@@ -11,7 +11,9 @@ from supervisor.reconciler import checks
 from supervisor.reconciler.checks import Finding, Report
 from supervisor.reconciler.connections import NodeConnection
 from supervisor.reconciler.environments import local_machine
+from supervisor.reconciler.reachability import LINK_REMEDIES
 from supervisor.reconciler.scripts import run_script
+from supervisor.transport.base import NodeProbe
 
 PROBE_DEADLINE_S = 30.0
 
@@ -29,11 +31,13 @@ async def check_node(connection: NodeConnection, *, needs_installer: bool = True
                 value=probe.container_status or "no",
                 reason=probe.reason,
                 message=probe.message,
-                remedy=_LINK_REMEDIES.get(probe.reason, "check address, user and key of the node"),
+                remedy=LINK_REMEDIES.get(probe.reason, "check address, user and key of the node"),
             )
         )
+        report.add(*_check_container_lock(probe))
         return report
     report.add(Finding(name="reachable", status="ok", value=probe.container_status or "yes"))
+    report.add(*_check_container_lock(probe))
     try:
         facts = await run_script(
             connection.transport,
@@ -54,6 +58,22 @@ async def check_node(connection: NodeConnection, *, needs_installer: bool = True
     if needs_installer:
         report.add(checks.check_uv_platform(facts, machine=local_machine()))
     return report
+
+
+def _check_container_lock(probe: NodeProbe) -> list[Finding]:
+    """A lock of its configuration stops no command in a container, but its start and stop."""
+    if probe.container_lock is None:
+        return []
+    return [
+        Finding(
+            name="container lock",
+            status="warn",
+            value=probe.container_lock,
+            reason="ContainerLocked",
+            message="the host refuses to start or stop the container while this lasts",
+            remedy=LINK_REMEDIES["ContainerLocked"],
+        )
+    ]
 
 
 def _min_free(needs_installer: bool) -> int:
@@ -81,16 +101,3 @@ def finding_of(error: SupervisorError, *, name: str) -> Finding:
         message=error.message,
         remedy=error.hint or "",
     )
-
-
-_LINK_REMEDIES: dict[str, str] = {
-    "ConnectRefused": "start the SSH server, or correct host and port",
-    "ConnectTimeout": "check network, firewall and address",
-    "DnsFailed": "correct the host name, or use its address",
-    "AuthFailed": "install the supervisor's public key for that user, or name the right identity file",
-    "HostKeyChanged": "find out why the key changed; if it is right, pin it: node set NODE --fingerprint",
-    "ContainerStopped": "start the container on its host",
-    "ContainerMissing": "correct --vmid, or create the container",
-    "ContainerLocked": "wait for the backup, snapshot or migration to end",
-    "PctMissing": "the host is not a Proxmox host, or pct is not in the user's PATH",
-}

@@ -46,7 +46,7 @@ async def run_script(
             argv, stdin=load_script(name), deadline_s=deadline_s, is_read_only=is_read_only
         )
     except CommandFailedError as error:
-        raise _no_python(python, error.message) from error
+        raise no_python(python, error.message) from error
     reply = parse_marked(result.stdout, marker)
     if reply is None:
         raise _no_answer(python, name, result)
@@ -100,7 +100,8 @@ def parse_marked(output: bytes, marker: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _no_python(python: str, why: str) -> CommandFailedError:
+def no_python(python: str, why: str) -> CommandFailedError:
+    """The error of a node whose interpreter cannot be run."""
     return CommandFailedError(
         f"no usable Python on the node: {python}: {why}",
         reason="NoPython",
@@ -112,7 +113,7 @@ def _no_python(python: str, why: str) -> CommandFailedError:
 def _no_answer(python: str, name: str, result: CommandResult) -> CommandFailedError:
     stderr = result.stderr.decode(errors="replace")[-_STDERR_TAIL:].strip()
     if result.exit_code in (126, 127):
-        return _no_python(python, stderr or f"exit code {result.exit_code}")
+        return no_python(python, stderr or f"exit code {result.exit_code}")
     return CommandFailedError(
         f"{name} ended without an answer on the node: exit code {result.exit_code}: {stderr or 'no output'}",
         reason="NodeScriptFailed",

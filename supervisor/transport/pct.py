@@ -83,10 +83,16 @@ def classify(text: str, vmid: int) -> SupervisorError | None:
     if _NOT_RUNNING.search(text):
         return NotRunningError(f"container {vmid} is not running", hint=f"pct start {vmid}", vmid=vmid)
     if lock := _CONFIG_LOCK.search(text):
-        return LockedError(f"container {vmid} is locked ({lock.group(1)})", vmid=vmid, lock=lock.group(1))
+        return LockedError(
+            f"container {vmid} is locked ({lock.group(1)})",
+            hint="wait for the backup, snapshot or migration to end",
+            vmid=vmid,
+            lock=lock.group(1),
+        )
     if _GUEST_LOCK.search(text):
         message = f"container {vmid} is busy: another start, stop or copy holds its lock file"
-        return LockedError(message, reason="GuestLockBusy", vmid=vmid, lock="guest")
+        hint = "wait until that has ended, then try again"
+        return LockedError(message, reason="GuestLockBusy", hint=hint, vmid=vmid, lock="guest")
     if _NOT_ROOT.search(text) or _SUDO.search(text):
         return AuthError(
             f"the host's user may not run pct: {text}",

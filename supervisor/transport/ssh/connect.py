@@ -252,7 +252,7 @@ def host_key_error(target: SshTarget, pinned: paramiko.PKey, seen: paramiko.PKey
     """The refusal of a key that is not the pinned one, naming both."""
     expected, found = fingerprint(pinned), fingerprint(seen)
     return HostKeyError(
-        f"host key of {target.host}:{target.port} is {found}, pinned is {expected}: connection refused",
+        f"host key of {target.host}:{target.port} is {found}, but {expected} is pinned: nothing was sent",
         hint="if the host was reinstalled, compare the fingerprint at its console and pin it again",
         expected=expected,
         seen=found,

@@ -6,7 +6,7 @@ import random
 from datetime import UTC, datetime
 
 from supervisor.domain.errors import AuthError, ConnectError, HostKeyError, NotRunningError
-from supervisor.reconciler.reachability import Reachability, reconnect_delay_s
+from supervisor.reconciler.reachability import FAILED_PROBES, Reachability, reconnect_delay_s
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 REFUSED = ConnectError("connection refused", reason="ConnectRefused")
@@ -88,3 +88,26 @@ def test_backoff_is_jittered_and_capped() -> None:
     assert delays[0] < 1.01
     assert max(delays) > 40
     assert reconnect_delay_s(1, rng, error=AuthError("refused")) >= 30.0
+
+
+def test_who_waits_is_told_sooner_than_the_condition_turns_false() -> None:
+    reach = Reachability()
+    assert not reach.is_out_of_reach
+
+    for second in range(FAILED_PROBES):
+        assert not reach.is_out_of_reach
+        reach.note_failure(REFUSED, NOW, float(second))
+
+    assert (reach.is_reachable, reach.is_out_of_reach) == (None, True)
+    assert reach.remedy == "start the SSH server, or correct host and port"
+    reach.note_success(NOW)
+    assert (reach.is_out_of_reach, reach.remedy) == (False, "")
+
+
+def test_a_host_that_does_not_let_us_in_is_out_of_reach_at_once() -> None:
+    reach = Reachability()
+
+    reach.note_failure(AuthError("no", reason="IdentityMissing", hint="set the node's identity"), NOW, 0.0)
+
+    assert (reach.is_reachable, reach.is_out_of_reach) == (None, True)
+    assert reach.remedy == "set the node's identity"
