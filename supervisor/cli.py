@@ -105,7 +105,11 @@ def exit_code_of(error: SupervisorError) -> int:
     for kind, code in EXIT_BY_CLASS.items():
         if isinstance(error, kind):
             return code
-    by_reason = {"WaitTimeout": TIMED_OUT, "DaemonUnreachable": UNREACHABLE}
+    by_reason = {
+        "WaitTimeout": TIMED_OUT,
+        "DaemonUnreachable": UNREACHABLE,
+        "NodeUnreachable": UNREACHABLE,
+    }
     if error.reason in by_reason:
         return by_reason[error.reason]
     return EXIT_BY_STATUS.get(getattr(error, "status", 0), FAILED)

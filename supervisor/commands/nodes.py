@@ -228,6 +228,7 @@ def check(
     if failed:
         raise CheckFailedError(
             f"checks failed on {found['name']}: {', '.join(failed)}",
+            reason="NodeUnreachable" if "reachable" in failed else None,
             hint="the remedies are in the report above",
         )
 

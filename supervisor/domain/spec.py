@@ -338,13 +338,16 @@ def _syntax_error(error: tomllib.TOMLDecodeError, text: str, filename: str) -> C
     )
 
 
+_REFERENCE = "correct it there; docs/reference/run-file.md lists every field with its values"
+
+
 def _field_error(error: ValidationError, filename: str, lines: Mapping[Any, int]) -> ConfigError:
     problems = [_describe(item, filename, lines) for item in error.errors(include_url=False)]
     first = problems[0]
     return ConfigError(
         "\n".join(problem["text"] for problem in problems),
         reason="InvalidRunFile",
-        hint=first["suggestion"] and f"did you mean {first['suggestion']}",
+        hint=f"did you mean {first['suggestion']}" if first["suggestion"] else _REFERENCE,
         file=filename,
         line=first["line"],
         field=first["field"],
