@@ -209,7 +209,10 @@ class Scheduler(ConnectionListener):
 
     async def _watch(self, connection: NodeConnection) -> None:
         periods = self._periods
-        await refresh_watch(self._rt, connection, gpu_s=periods.gpu_s, environment_s=periods.environment_s)
+        async with connection.watch_lock:
+            await refresh_watch(
+                self._rt, connection, gpu_s=periods.gpu_s, environment_s=periods.environment_s
+            )
 
     async def on_change(self, connection: NodeConnection) -> None:
         """Reachability changed: the node's condition and event, and a look at its runs."""

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from supervisor.app import Daemon
-from supervisor.domain.errors import ConflictError
+from supervisor.domain.errors import ConflictError, StoreCorruptError
+from supervisor.services.auth import authenticate_token
 from tests.support.daemon import (
     RunningDaemon,
     end_leftovers,
@@ -86,3 +87,30 @@ async def test_a_second_daemon_on_the_same_state_folder_names_the_first(daemon: 
     assert caught.value.reason == "StateFolderInUse"
     assert "pid" in caught.value.message
     assert (await daemon.check()).status == "done"
+
+
+async def test_a_start_that_is_refused_gives_the_state_folder_back(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "supervisor.db").write_bytes(b"this is no database, but its bytes are somebody's" * 100)
+
+    for _ in range(2):
+        with pytest.raises(StoreCorruptError):
+            await Daemon(make_settings(state)).start()
+
+    assert (state / "supervisor.db").read_bytes().startswith(b"this is no database")
+
+
+async def test_the_admin_token_is_made_once_and_is_readable_by_us_alone(tmp_path: Path) -> None:
+    values = []
+    for _ in range(2):
+        async with running_daemon(tmp_path) as running:
+            file = running.daemon.settings.admin_token_file
+            values.append((file.read_text(), file.stat().st_mode & 0o777))
+            principal = await running.daemon.store.read(
+                lambda session, file=file: authenticate_token(session, file.read_text().strip())
+            )
+            assert principal.scope == "admin"
+
+    assert values[0] == values[1]
+    assert values[0][1] == 0o600
