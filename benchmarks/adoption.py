@@ -14,6 +14,7 @@ from tests.support.daemon import live_processes
 
 RUNS = 50
 ROUNDS = 3
+FLEET_LIMIT_S = 150.0
 PREFIX = "fleet-"
 
 
@@ -25,7 +26,7 @@ def start_fleet(bed: Bed, root: Path) -> float:
     begin = time.perf_counter()
     for name in names:
         bed.client.post(f"/v1/runs/{name}/start", {})
-    bed.until(lambda: _are_ready(_fleet(bed)), "all runs to be ready", every_s=1.0)
+    bed.until(lambda: _are_ready(_fleet(bed)), "all runs to be ready", every_s=1.0, limit_s=FLEET_LIMIT_S)
     return time.perf_counter() - begin
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.bed import Bed
 from benchmarks.tables import Figure, Ratio, Table
 
-CALLS = 200
+CALLS = 120
 STREAMS = 20
 PAUSE_S = 0.05
 CLI_CALLS = 7

@@ -177,14 +177,16 @@ class Bed:
         """Store a run of the toy trainer."""
         self.client.post("/v1/runs", make_spec(node, name, output_dir=output_dir, args=args))
 
-    def until(self, check: Callable[[], bool], what: str, *, every_s: float = POLL_S) -> float:
+    def until(
+        self, check: Callable[[], bool], what: str, *, every_s: float = POLL_S, limit_s: float = WAIT_S
+    ) -> float:
         """Poll until `check` holds; returns that moment. Not too often: polling is a load of its own."""
-        end = time.perf_counter() + WAIT_S
+        end = time.perf_counter() + limit_s
         while time.perf_counter() < end:
             if check():
                 return time.perf_counter()
             time.sleep(every_s)
-        raise BenchmarkError(f"waited {WAIT_S:g} s for {what}")
+        raise BenchmarkError(f"waited {limit_s:g} s for {what}")
 
 
 @contextlib.contextmanager
