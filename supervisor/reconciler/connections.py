@@ -36,6 +36,10 @@ from supervisor.transport.bundle import ShimArchive
 
 log = structlog.get_logger(__name__)
 
+PING_INTERVAL_S = 4.0
+PING_DEADLINE_S = 10.0
+"""Together: a frozen link is reported within 15 s."""
+
 PROBE_DEADLINE_S = 10.0
 OPEN_DEADLINE_S = 20.0
 PUSH_DEADLINE_S = 120.0
@@ -191,7 +195,10 @@ class NodeConnection:
             self._settled.set()
             if error is None:
                 error = await self._stay()
-            await self._note_failure(error)
+                await self._note_failure(error)  # at once: what follows may take its time on a dead link
+                error = await self._explain(error)
+            else:
+                await self._note_failure(error)
             await self._pause(reconnect_delay_s(self.reach.failures, self._rng, error=error))
 
     async def _connect(self) -> SupervisorError | None:
@@ -235,7 +242,9 @@ class NodeConnection:
         async def open_channel() -> Channel:
             return await self.transport.open_channel(argv, deadline_s=OPEN_DEADLINE_S)
 
-        client = AgentClient(open_channel, self._clock)
+        client = AgentClient(
+            open_channel, self._clock, ping_interval_s=PING_INTERVAL_S, ping_deadline_s=PING_DEADLINE_S
+        )
         client.subscribe(self._on_frame)
         self._agent = client
         await client.open(deadline_s=OPEN_DEADLINE_S)
@@ -247,15 +256,17 @@ class NodeConnection:
         """Wait for the end of the link, noticed by the agent client's pings; returns the cause."""
         assert self._agent is not None
         failure = await self._agent.wait_closed()
-        await self._drop_agent()
-        return await self._explain(failure or TransportError("agent connection closed", reason="AgentGone"))
+        return failure or TransportError("agent connection closed", reason="AgentGone")
 
     async def _explain(self, error: SupervisorError) -> SupervisorError:
-        """A lost channel says little: ask the transport whether host or container is the obstacle."""
+        """A lost channel says little: ask the transport whether the container is the obstacle."""
+        await self._drop_agent()
         probe = await self.transport.probe(deadline_s=PROBE_DEADLINE_S)
-        if probe.container_status == "stopped":
-            return NotRunningError(probe.message)
-        return error
+        if probe.container_status != "stopped":
+            return error
+        stopped = NotRunningError(probe.message)
+        await self._note_failure(stopped)
+        return stopped
 
     async def _note_failure(self, error: SupervisorError) -> None:
         changed = self.reach.note_failure(error, self._clock.now(), self._clock.monotonic())

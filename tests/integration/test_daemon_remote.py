@@ -158,3 +158,17 @@ async def test_a_start_on_a_stopped_container_names_it(daemon: RunningDaemon, pc
     assert operation.error["reason"] == "ContainerStopped"
     assert operation.error["hint"]
     await daemon.stop()
+
+
+async def test_a_frozen_link_is_noticed_and_recovers_without_touching_the_run(
+    daemon: RunningDaemon, pct_host: PctHost
+) -> None:
+    await start(daemon)
+
+    pct_host.link.freeze()
+    await node_condition(daemon, "unknown")
+    pct_host.link.thaw()
+    await node_condition(daemon, "true")
+
+    assert [item.state for item in await daemon.attempts()] == ["ready"]
+    assert (await daemon.stop()).status == "done"
