@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import posixpath
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,8 +49,8 @@ TCP_TRY_DEADLINE_S = 3.0
 
 _NO_SHIM = "can't open file"
 """What every Python says of a missing program file."""
-_NOT_STARTED = (": not found", "No such file or directory", "Permission denied")
-"""What shells and systems say of a program that they cannot start."""
+_NOT_STARTED = r"""['"’]?: (?:not found|No such file or directory|Permission denied)"""
+"""What shells and systems say right after the name of a program that they cannot start."""
 
 Frame = Mapping[str, Any]
 
@@ -216,9 +217,8 @@ class NodeConnection:
     def _without_python(self, error: SupervisorError) -> SupervisorError | None:
         """The error that says so when what failed is the start of the node's interpreter, else None."""
         text = str(error.data.get("stderr") or error.message)
-        if self.address.python in text and any(words in text for words in _NOT_STARTED):
-            return no_python(self.address.python, text)
-        return None
+        python = self.address.python
+        return no_python(python, text) if re.search(re.escape(python) + _NOT_STARTED, text) else None
 
     async def _open_agent(self) -> None:
         """Start the agent; push the shim first where it is missing."""
