@@ -91,9 +91,17 @@ class TrainState:
 
 
 def write_state(state: TrainState, folder: Path) -> None:
-    """Write a state into a new folder (the store adds the manifest and publishes it)."""
+    """Write a state into a new folder (the store adds the manifest and publishes it).
+
+    Raises:
+        OSError: the disk refused.
+    """
     folder.mkdir(parents=True)
-    save_file(dict(state.tensors), folder / TENSOR_FILE)
+    try:
+        save_file(dict(state.tensors), folder / TENSOR_FILE)
+    except SafetensorError as error:
+        # the library's own class for a full disk; as OSError it is treated like every other refusal
+        raise OSError(str(error)) from error
     record = {"v": STATE_VERSION, "step": state.step, "tokens": state.tokens, **state.meta}
     (folder / STATE_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
@@ -104,17 +112,37 @@ def read_state(folder: Path) -> TrainState:
     Raises:
         CheckpointError: not a training state, or of a newer version.
     """
+    record = read_record(folder)
     try:
-        record = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         tensors = load_file(folder / TENSOR_FILE)
-        version, step, tokens = record.pop("v"), int(record.pop("step")), int(record.pop("tokens"))
+        step, tokens = int(record.pop("step")), int(record.pop("tokens"))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"not a training state: {folder} ({type(error).__name__}: {error})") from error
+        raise _not_a_state(folder, error) from error
+    return TrainState(step=step, tokens=tokens, meta=record, tensors=tensors)
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Read the small half of a state, without its tensors (these may be tens of gigabytes).
+
+    Raises:
+        CheckpointError: not a training state, or of a newer version.
+    """
+    try:
+        record: dict[str, Any] = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        version = record.pop("v")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise _not_a_state(folder, error) from error
     if version != STATE_VERSION:
         raise CheckpointError(
             f"training state {folder} has version {version}, this trainer reads {STATE_VERSION}"
         )
-    return TrainState(step=step, tokens=tokens, meta=record, tensors=tensors)
+    return record
+
+
+def _not_a_state(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"not a training state: {folder} ({type(error).__name__}: {error}); name a state/step-* folder"
+    )
 
 
 def compare(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:

@@ -84,6 +84,9 @@ class CheckpointStore:
             temporary.rename(final)
             self._crash_point(f"{kind}.before_parent_sync")
             _sync(final.parent)
+        except CheckpointError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
@@ -127,11 +130,8 @@ class CheckpointStore:
                 surplus.remove(self.find_newest(kind).step)
             for step in surplus:
                 path = self.path(kind, step)
-                # renamed first: a half-deleted folder must not look like a damaged checkpoint
-                doomed = path.with_name(f".tmp-pruned-{path.name}")
-                path.rename(doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
-                removed.append(path)
+                if _remove(path):
+                    removed.append(path)
         return removed
 
     def _write_manifest(self, folder: Path, step: int) -> None:
@@ -161,7 +161,9 @@ def verify(folder: Path) -> None:
             str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()
         }
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it was never finished") from None
+        raise CheckpointError(
+            f"{folder} has no {MANIFEST}: no checkpoint, or one that was never finished"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{folder / MANIFEST} cannot be read: {type(error).__name__}: {error}"
@@ -190,6 +192,20 @@ def new_lineage(output_dir: Path) -> str:
     """Return the next free lineage name; nothing is created or removed."""
     existing = list_lineages(output_dir)
     return f"lineage-{int(existing[-1].split('-')[1]) + 1 if existing else 0:04d}"
+
+
+def _remove(folder: Path) -> bool:
+    """Remove a surplus checkpoint; one that cannot go is reported and stays, it harms nobody."""
+    # renamed first: a half-deleted folder must not look like a damaged checkpoint
+    doomed = folder.with_name(f".tmp-pruned-{folder.name}")
+    try:
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+    except OSError as error:
+        _LOG.warning("old checkpoint cannot be removed: %s (%s)", folder, error)
+        return False
+    shutil.rmtree(doomed, ignore_errors=True)
+    return True
 
 
 def _set_aside(final: Path) -> None:

@@ -1,11 +1,14 @@
 """Checkpoints: whole or absent, found by hash, pruned by age; states compared field by field."""
 
+import functools
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -189,6 +192,34 @@ def test_full_disk_is_one_clear_error_and_keeps_what_was_there(store):
 
     assert store.find_newest().path == good
     assert [entry.name for entry in good.parent.iterdir()] == [good.name]
+
+
+def test_disk_that_fills_while_tensors_are_written_is_the_same_clear_error(store):
+    good = store.save("state", 1, fill_with("x"))
+    state = TrainState(step=2, tokens=0, meta={}, tensors={"master.w": torch.ones(1 << 20)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be written.*earlier checkpoints are untouched"):
+            store.save("state", 2, functools.partial(write_state, state))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert [entry.name for entry in good.parent.iterdir()] == [good.name]
+
+
+def test_surplus_that_cannot_be_removed_is_reported_and_does_not_end_the_run(store, monkeypatch, caplog):
+    for step in (1, 2):
+        store.save("state", step, fill_with("x"))
+
+    def refuse(self, target):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+
+    assert store.prune(1) == []
+    assert "cannot be removed" in caplog.text
+    assert store.steps("state") == [1, 2]
 
 
 def test_pruning_keeps_the_newest_and_never_the_only_good_one(store):
