@@ -10,21 +10,35 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 MAX_DEPTH = 12
+MAX_INT = (1 << 63) - 1
+"""Larger integers fit neither a column nor a float."""
 
 T = TypeVar("T")
 
 
 def finite(value: Any, _depth: int = 0) -> Any:
-    """Copy JSON-like data with NaN and infinities as null; too deep nesting becomes null as well."""
+    """Copy JSON-like data as JSON that can be stored.
+
+    NaN, infinities, integers beyond 64 bits and too deep nesting become null; lone surrogates, which have no
+    UTF-8 form, become question marks.
+    """
     if _depth > MAX_DEPTH:
         return None
+    if isinstance(value, str):
+        return _encodable(value)
+    if isinstance(value, int):
+        return value if abs(value) <= MAX_INT else None
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): finite(item, _depth + 1) for key, item in value.items()}
+        return {_encodable(str(key)): finite(item, _depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [finite(item, _depth + 1) for item in value]
     return value
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def non_finite_names(record: Mapping[str, Any]) -> list[str]:

@@ -21,7 +21,7 @@ from supervisor.domain.actions import (
     Stop,
 )
 from supervisor.domain.facts import StopCause
-from supervisor.domain.metrics import finite
+from supervisor.domain.reports import clean_status
 from supervisor.domain.restart import failure_fingerprint
 from supervisor.domain.run import (
     AttemptState,
@@ -177,7 +177,7 @@ def apply_finish(
 ) -> None:
     """Enter a final state with its evidence; the columns are set first, for final rows are immutable."""
     if reply.get("status"):
-        record_status(attempt, finite(reply["status"]))
+        record_status(attempt, clean_status(reply["status"]))
         attempt.last_status_at = now_of(session)
     if isinstance(reply.get("log_size"), int):
         attempt.log_size = reply["log_size"]

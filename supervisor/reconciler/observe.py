@@ -27,6 +27,7 @@ from supervisor.domain.facts import (
 )
 from supervisor.domain.metrics import read_metric
 from supervisor.domain.policy import QualityProbe
+from supervisor.domain.reports import clean_status
 from supervisor.domain.run import AttemptState, Reason
 from supervisor.domain.spec import RunSpec
 from supervisor.reconciler.connections import NodeConnection
@@ -109,6 +110,8 @@ async def look_at(connection: NodeConnection | None, attempt: Attempt) -> Look:
         return Look(error=error.message)
     except (TransportError, ContainerError) as error:
         return Look(error=error.message)
+    if reply.get("status") is not None:
+        reply = {**reply, "status": clean_status(reply["status"])}
     return Look(answer=ShimAnswer.KNOWN, reply=reply)
 
 

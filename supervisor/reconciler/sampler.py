@@ -20,6 +20,7 @@ from sqlmodel import Session, col, select
 from supervisor.clock import Clock
 from supervisor.domain.errors import StoreError
 from supervisor.domain.metrics import finite
+from supervisor.domain.reports import clean_metrics, clean_status
 from supervisor.domain.run import TERMINAL
 from supervisor.reconciler.apply import record_status
 from supervisor.reconciler.connections import NodeConnection
@@ -182,6 +183,9 @@ class Sampler:
             log.warning("telemetry could not be stored", reason=error.reason, error=error.message)
             self._keep(pending)
             return
+        except Exception:  # task boundary: one tick that cannot be stored must not end all telemetry
+            log.exception("telemetry of one tick was dropped")
+            return
         for run_id in started:
             self._hint(run_id)
 
@@ -206,13 +210,11 @@ class Sampler:
     def _on_metrics(self, tracked: Tracked, frame: Mapping[str, Any]) -> None:
         view = self._attempts[tracked.attempt_id]
         view.offset = int(frame.get("offset") or view.offset)
-        record = finite(frame["record"])
-        if not isinstance(record, dict) or not isinstance(record.get("t"), int | float):
-            return
-        if record["t"] <= tracked.newest_metric_t:
+        record = clean_metrics(frame["record"])
+        if record is None or record["t"] <= tracked.newest_metric_t:
             return
         if frame.get("nonfinite"):
-            record["nonfinite"] = list(frame["nonfinite"])
+            record["nonfinite"] = finite(list(frame["nonfinite"]))
             self._hint(tracked.run_id)
         view.metrics.append(record)
         self._pending.metrics.append((tracked, record))
@@ -220,7 +222,7 @@ class Sampler:
 
     def _on_status(self, tracked: Tracked, frame: Mapping[str, Any]) -> None:
         view = self._attempts[tracked.attempt_id]
-        status = finite(frame["status"])
+        status = clean_status(frame["status"])
         before = view.status or {}
         view.status, view.status_s = status, self._clock.monotonic()
         self._pending.statuses[tracked.attempt_id] = (status, self._clock.now())

@@ -8,14 +8,17 @@ old or the new one and never a part. Must not decide anything, and must never be
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import stat
 import sys
 import time
 from typing import Any
 
 RECORD_VERSION = 1
 MAX_RECORD_BYTES = 4 << 20
+MAX_INT = (1 << 63) - 1
 
 PHASES = ("launching", "running", "stopping", "exited", "launch_failed", "abandoned")
 LIVE_PHASES = ("launching", "running", "stopping")
@@ -91,10 +94,19 @@ def write_json(path: str, value: Any) -> None:
     fsync_folder(folder)
 
 
+def open_regular(path: str) -> int:
+    """Open a file that somebody else writes: a pipe would hang its reader, a device would never end."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return fd
+
+
 def read_json(path: str) -> dict[str, Any] | None:
     """The object in `path`, or None where there is none, or it is not one (foreign writers may fail)."""
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             data = file.read(MAX_RECORD_BYTES + 1)
     except OSError:
         return None
@@ -108,8 +120,11 @@ def read_json(path: str) -> dict[str, Any] | None:
 
 
 def null_nonfinite(value: Any, path: str, found: list[str]) -> Any:
-    """Copy `value` with NaN and infinities as None; their dotted paths are appended to `found`."""
+    """Copy `value` with NaN, infinities and what no 64 bits hold as None; their paths go to `found`."""
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        found.append(path)
+        return None
+    if isinstance(value, int) and abs(value) > MAX_INT:
         found.append(path)
         return None
     if isinstance(value, dict):

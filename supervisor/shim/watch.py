@@ -14,13 +14,22 @@ import time
 from typing import Any, Callable
 
 from . import control, logfile
-from .records import LIVE_PHASES, AttemptFiles, RefusedError, list_attempts, note_exception, null_nonfinite
+from .records import (
+    LIVE_PHASES,
+    AttemptFiles,
+    RefusedError,
+    list_attempts,
+    note_exception,
+    null_nonfinite,
+    open_regular,
+)
 
 INTERVAL_S = 0.25
 CONTACT_S = 15.0
 MAX_RECORDS = 500
 MAX_LINE = 1 << 20
 READ_BYTES = 1 << 20
+MAX_PIECES = 16
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -54,13 +63,10 @@ class FileWatcher:
 
     def _run(self) -> None:
         while True:
-            try:
-                with self._lock:
-                    for target in self._targets:
-                        target.look()
-                self._keep_contact()
-            except Exception:  # noqa: BLE001 - thread boundary: one bad file must not end the telemetry
-                note_exception()
+            with self._lock:
+                for target in self._targets:
+                    _guarded(target.look)
+            _guarded(self._keep_contact)
             time.sleep(INTERVAL_S)
 
     def _keep_contact(self) -> None:
@@ -71,6 +77,13 @@ class FileWatcher:
             if (files.state() or {}).get("phase") in LIVE_PHASES:
                 with contextlib.suppress(RefusedError):
                     control.ask(files.folder, {"op": "ping"}, timeout_s=2.0)
+
+
+def _guarded(look: Callable[[], None]) -> None:
+    try:
+        look()
+    except Exception:  # noqa: BLE001 - thread boundary: one bad file must not end the telemetry of the others
+        note_exception()
 
 
 class _Target:
@@ -146,7 +159,9 @@ class LineFollower:
         if self._fd is None and not self._open(self._offset):
             return []
         found: list[tuple[Any, int, list[str]]] = []
-        while len(found) < MAX_RECORDS:
+        for _ in range(MAX_PIECES):
+            if len(found) >= MAX_RECORDS:
+                break
             piece = os.pread(self._fd or 0, READ_BYTES, self._offset + len(self._partial))
             if not piece:
                 if not self._is_rotated() or not self._open(0):
@@ -164,7 +179,7 @@ class LineFollower:
 
     def _open(self, offset: int) -> bool:
         try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(self._path)
         except OSError:
             return False
         self.close()
@@ -191,7 +206,8 @@ class LineFollower:
             with contextlib.suppress(ValueError, RecursionError):
                 nonfinite: list[str] = []
                 record = null_nonfinite(json.loads(line), "", nonfinite)
-                found.append((record, self._offset, nonfinite))
+                if isinstance(record, dict):
+                    found.append((record, self._offset, nonfinite))
         if len(self._partial) > MAX_LINE:
             self._offset += len(self._partial)
             self._partial = b""

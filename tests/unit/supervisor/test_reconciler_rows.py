@@ -294,7 +294,7 @@ class Harness:
 
     def metrics(self, t: float, step: int, **frame: Any) -> None:
         record = {"v": 1, "t": t, "step": step, "train": {"loss": 1.0}}
-        self.send(ev="metrics", attempt_id=self.attempt.id, record=record, offset=int(t), **frame)
+        self.send(ev="metrics", attempt_id=self.attempt.id, record=record, offset=min(int(t), 99), **frame)
 
 
 @pytest.fixture
@@ -324,6 +324,31 @@ async def test_lines_from_before_a_restart_of_the_daemon_are_not_taken_again(
     harness.track(newest=10.0)
 
     harness.metrics(10.0, 1)
+    harness.metrics(11.0, 2)
+    await harness.sampler.flush()
+
+    assert [row.step for row in rows(store, MetricLine)] == [2]
+
+
+async def test_a_line_that_cannot_be_stored_costs_nothing_else(store: Store, harness: Harness) -> None:
+    harness.metrics(10**400, 1)
+    harness.metrics(10.0, 10**40)
+    harness.metrics(11.0, 2)
+    await harness.sampler.flush()
+
+    assert [(row.t, row.step) for row in rows(store, MetricLine)] == [(10.0, -1), (11.0, 2)]
+
+
+async def test_a_tick_that_fails_in_an_unknown_way_does_not_end_the_telemetry(
+    store: Store, harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise TypeError("not thought of")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("supervisor.reconciler.sampler.write_pending", fail)
+        harness.metrics(10.0, 1)
+        await harness.sampler.flush()
     harness.metrics(11.0, 2)
     await harness.sampler.flush()
 

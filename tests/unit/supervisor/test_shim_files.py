@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import queue
 import tempfile
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from supervisor.shim import locks, logfile
 from supervisor.shim.proc import identity_of, is_alive, signal_identity, signal_number
 from supervisor.shim.records import RefusedError, check_id, null_nonfinite, read_json, write_json
 from supervisor.shim.request import parse_start
+from supervisor.shim.watch import MAX_PIECES, READ_BYTES, FileWatcher, LineFollower
 
 
 def test_record_is_replaced_whole_and_leaves_no_temporary(tmp_path: Path) -> None:
@@ -163,3 +165,64 @@ def test_stop_policy_defaults_are_those_of_the_run_file() -> None:
     assert environment["DFLASH_RUN_DIR"] == "/run/folder"
     assert environment["DFLASH_RUN_TOKEN"] == request.token
     assert "SSH_CONNECTION" not in environment
+
+
+def test_integers_that_no_64_bits_hold_are_null_and_named() -> None:
+    found: list[str] = []
+
+    assert null_nonfinite({"t": 10**400, "step": -(1 << 64), "n": (1 << 63) - 1, "on": True}, "", found) == {
+        "t": None,
+        "step": None,
+        "n": (1 << 63) - 1,
+        "on": True,
+    }
+    assert found == ["t", "step"]
+
+
+def make_unreadable(path: Path, kind: str) -> None:
+    """Something in the place of a record that a careless reader would wait for, or read for ever."""
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "link to itself":
+        path.symlink_to(path.name)
+    else:
+        path.symlink_to("/dev/zero")
+
+
+UNREADABLE = ["pipe", "folder", "link to itself", "device"]
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_what_is_no_file_reads_as_none(tmp_path: Path, kind: str) -> None:
+    make_unreadable(tmp_path / "status.json", kind)
+
+    assert read_json(str(tmp_path / "status.json")) is None
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_what_is_no_file_gives_no_lines_and_does_not_end_the_watch_of_others(
+    tmp_path: Path, kind: str
+) -> None:
+    for name in ("bad", "good"):
+        (tmp_path / "attempts" / name).mkdir(parents=True)
+    make_unreadable(tmp_path / "attempts" / "bad" / "metrics.ndjson", kind)
+    (tmp_path / "attempts" / "good" / "metrics.ndjson").write_text('3\n{"t": 1}\n')
+    frames: queue.Queue[dict[str, object]] = queue.Queue()
+    watcher = FileWatcher(str(tmp_path), frames.put)
+
+    watcher.set_targets(["bad", "good"], with_log=False, offsets={})
+
+    assert frames.get(timeout=30)["attempt_id"] == "good"
+    watcher.set_targets([], with_log=False, offsets={})  # its lock is free: no look hangs
+
+
+def test_lines_come_a_bounded_piece_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.ndjson"
+    path.write_bytes(b"x" * (MAX_PIECES + 2) * READ_BYTES + b'\n{"t": 1}\n')
+    follower = LineFollower(str(path))
+
+    assert follower.read() == []
+    assert [record for record, _, _ in follower.read()] == [{"t": 1}]
+    follower.close()
