@@ -73,9 +73,20 @@ class DaemonProcess:
         self._process.stdout.close()
         self._process = None
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        host, _, port = self.url.partition("//")[2].partition(":")
+        return host, int(port)
+
+    @property
+    def token(self) -> str:
+        """The admin's token."""
+        return (self.state_dir / "admin.token").read_text("utf-8").strip()
+
     def client(self) -> Client:
         """A connection with the admin's token."""
-        return Client(self.url, (self.state_dir / "admin.token").read_text("utf-8").strip())
+        return Client(self.url, self.token)
 
     def cpu_s(self) -> float:
         """Processor time it has used so far."""
