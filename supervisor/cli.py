@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from supervisor.commands import access, demo, events, logs, nodes, plans, runs, serving, top
+from supervisor.commands import access, demo, events, logs, nodes, plans, recovery, runs, serving, top
 from supervisor.commands.output import UsageFaultError, strip_escapes
 from supervisor.commands.serving import COMPLETE_VARIABLE
 from supervisor.commands.session import DEFAULT_URL, Session
@@ -91,7 +91,7 @@ def _root(
     ctx.obj = Session(url=url, token_file=token_file, is_debug=is_debug, sources=sources)
 
 
-for group in (serving, demo, nodes, runs, logs, events, top, plans, access):
+for group in (serving, demo, nodes, runs, recovery, logs, events, top, plans, access):
     group.register(app)
 
 

@@ -101,6 +101,22 @@ class RestartBody(Request):
     reason: Text = ""
 
 
+class RollbackBody(Request):
+    """When to go back."""
+
+    when: Literal["now", "next_checkpoint"] = "now"
+
+
+class DeclareLostBody(Request):
+    """Why an attempt counts as lost."""
+
+    reason: Text = ""
+    force: bool = Field(
+        default=False,
+        description="Also for a quarantined attempt that is still seen; a start waits for no node.",
+    )
+
+
 class TokenCreate(Request):
     """A token to create."""
 

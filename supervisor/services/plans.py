@@ -17,19 +17,20 @@ from supervisor.domain.deploy import (
     recommend,
 )
 from supervisor.domain.layout import render_log_path
-from supervisor.domain.run import DesiredState
+from supervisor.domain.run import AttemptState, DesiredState
 from supervisor.domain.spec import RunSpec
 from supervisor.store.costs import cost_of, phase_times
 from supervisor.store.facts import spec_of
 from supervisor.store.queries import (
     current_deployment,
     deployment_for_run,
+    find_earlier_deployment,
     list_node_runs,
     list_open_operations,
     list_run_attempts,
     live_attempt,
 )
-from supervisor.store.tables import Node, Run
+from supervisor.store.tables import Attempt, Node, Run
 
 Plan = dict[str, Any]
 
@@ -121,6 +122,70 @@ def plan_restart(
         costs=costs,
         risks=_start_risks(session, run),
     )
+
+
+def plan_rollback(session: Session, run: Run, *, clock: Clock | None = None, when: str = "now") -> Plan:
+    """What going back to the pair before would do, with the cost of the restart."""
+    earlier = find_earlier_deployment(session, run)
+    plan = {**plan_restart(session, run, clock=clock, when=when), "action": "rollback"}
+    if earlier is None:
+        return {**plan, "would_refuse": earlier_refusal(run)}
+    plan["summary"] = f"pin run {run.name} to deployment {earlier.id}, then {plan['summary']}"
+    if earlier.is_good is False:
+        plan["risks"] = [*plan["risks"], "the release and environment to go back to failed before"]
+    return plan
+
+
+def plan_declare_lost(
+    session: Session, run: Run, *, clock: Clock | None = None, reason: str = "", force: bool = False
+) -> Plan:
+    """What declaring the live attempt lost would do."""
+    del clock, reason
+    live = live_attempt(session, run.id)
+    refusal = loss_refusal(run, live, force=force)
+    summary = f"declare attempt {live.number if live else 'none'} of run {run.name} lost; signals nothing"
+    steps = [
+        {
+            "action": "declare",
+            "detail": "the attempt ends as lost, its GPUs are given up",
+            "limit_s": None,
+        },
+        {"action": "hold", "detail": "no further attempt until somebody asks for a start", "limit_s": None},
+    ]
+    risks = ["a process that still runs goes on without a record; its locks in the node keep its GPUs"]
+    return _plan("declare_lost", summary, steps, costs={}, risks=risks, would_refuse=refusal)
+
+
+def earlier_refusal(run: Run) -> dict[str, Any]:
+    """Why a run without an earlier pair cannot go back."""
+    return {
+        "reason": "NoEarlierDeployment",
+        "message": f"run {run.name} has never run on another release and environment",
+        "hint": "deploy the one you want, then restart",
+    }
+
+
+def loss_refusal(run: Run, live: Attempt | None, *, force: bool) -> dict[str, Any] | None:
+    """Why the live attempt may not be declared lost; None when it may."""
+    if live is None:
+        return {
+            "reason": "NotLive",
+            "message": f"run {run.name} has no live attempt",
+            "hint": f"see what it is: dflashctl show {run.name}",
+        }
+    status = {item["type"]: item["status"] for item in run.conditions}
+    is_seen = status.get("Alive") == "true" and status.get("Reachable") == "true"
+    is_quarantined = live.state == AttemptState.QUARANTINED
+    if not is_seen or (is_quarantined and force):
+        return None
+    hint = f"stop it instead: dflashctl stop {run.name}"
+    if is_quarantined:
+        hint = "restart the container or the host, which ends it; force declares it lost as it is"
+    return {
+        "reason": "StillAlive",
+        "message": f"attempt {live.number} of run {run.name} is alive and its node answers",
+        "hint": hint,
+    }
 
 
 def plan_deploy(

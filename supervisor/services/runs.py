@@ -17,11 +17,20 @@ from supervisor.domain.run import AttemptState, DesiredState
 from supervisor.domain.spec import RunSpec, parse_run_dict, render_spec, spec_digest
 from supervisor.services.nodes import require_version
 from supervisor.services.operations import create_done, create_operation
-from supervisor.services.plans import plan_restart, plan_start, plan_stop
+from supervisor.services.plans import (
+    earlier_refusal,
+    loss_refusal,
+    plan_declare_lost,
+    plan_restart,
+    plan_rollback,
+    plan_start,
+    plan_stop,
+)
 from supervisor.store.attempts import bump
 from supervisor.store.events import now_of, record_event
 from supervisor.store.operations import new_id, supersede_operations
 from supervisor.store.queries import (
+    find_earlier_deployment,
     find_run,
     get_attempt,
     get_node,
@@ -41,7 +50,9 @@ __all__ = [
     "list_attempts",
     "list_runs",
     "patch_run",
+    "plan_declare_lost",
     "plan_restart",
+    "plan_rollback",
     "plan_start",
     "plan_stop",
     "put_run",
@@ -328,12 +339,8 @@ def request_rollback(
     """
     earlier = find_earlier_deployment(session, run)
     if earlier is None:
-        raise ConflictError(
-            f"run {run.name} has never run on another release and environment",
-            reason="NoEarlierDeployment",
-            hint="deploy the one you want, then restart",
-        )
-    run.pinned_deployment_id = earlier
+        raise ConflictError(**earlier_refusal(run))
+    run.pinned_deployment_id = earlier.id
     run.pinned_against_id = None
     return request_restart(
         session, run, actor=actor, when=when, reason="rolled back", request_id=request_id, kind="rollback"
@@ -353,30 +360,26 @@ def request_declare_lost(
 
     The run is then held; a start waits until the node has been seen again, unless forced.
 
+    Args:
+        session: open write transaction.
+        run: which.
+        actor: who asks.
+        reason: kept in the history.
+        force: also for a quarantined attempt, whose process is known to be there; a start does not wait then.
+        request_id: of the HTTP request.
+
     Raises:
         ConflictError: no live attempt, or the process is known to be alive.
     """
     live = live_attempt(session, run.id)
-    if live is None:
-        raise ConflictError(f"run {run.name} has no live attempt", reason="NotLive")
-    status = {item["type"]: item["status"] for item in run.conditions}
-    if status.get("Alive") == "true" and status.get("Reachable") == "true":
-        raise ConflictError(
-            f"attempt {live.number} of run {run.name} is alive and its node answers",
-            reason="StillAlive",
-            hint=f"stop it instead: dflashctl stop {run.name}",
-        )
+    refusal = loss_refusal(run, live, force=force)
+    if refusal is not None:
+        raise ConflictError(**refusal)
+    assert live is not None
     run.declare_lost = {"attempt_id": live.id, "actor": actor, "reason": reason, "force": force}
     bump(session, run)
     params = {"attempt": live.number, "reason": reason, "force": force}
     return _record(session, run, "declare_lost", actor, params, request_id, supersedes=())
-
-
-def find_earlier_deployment(session: Session, run: Run) -> str | None:
-    """Deployment of the newest attempt that used another one than the newest attempt did."""
-    attempts = list_run_attempts(session, run.id, limit=MAX_ATTEMPTS)
-    used = [attempt.deployment_id for attempt in attempts if attempt.deployment_id is not None]
-    return next((deployment for deployment in used if deployment != used[0]), None)
 
 
 def _want(session: Session, run: Run, state: DesiredState, *, actor: str, reason: str) -> None:
@@ -442,7 +445,8 @@ def _refuse_quarantine(run: Run, live: Attempt | None) -> None:
         raise ConflictError(
             f"attempt {live.number} of run {run.name} is quarantined: its process cannot be killed",
             reason="Quarantined",
-            hint="look at the node; restart the container or the host if need be",
+            hint="restart the container or the host, which ends it; or give it up: "
+            f"dflashctl declare-lost {run.name} --force",
             state=live.state,
         )
 

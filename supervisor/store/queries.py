@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 LIVE_STATES = tuple(state.value for state in LIVE)
 OPEN_OPERATIONS = ("pending", "running")
+MAX_LOOK_BACK = 200
+"""Attempts that are searched for an earlier pair."""
 
 
 def find_node(session: Session, name_or_id: str) -> Node | None:
@@ -165,6 +167,14 @@ def deployment_for_run(session: Session, run: Run) -> Deployment | None:
     if run.pinned_deployment_id and (run.pinned_against_id is None or run.pinned_against_id == current):
         return session.get(Deployment, run.pinned_deployment_id)
     return session.get(Deployment, current) if current else None
+
+
+def find_earlier_deployment(session: Session, run: Run) -> Deployment | None:
+    """The pair of the run's newest attempt that used another one than its last attempt did."""
+    attempts = list_run_attempts(session, run.id, limit=MAX_LOOK_BACK)
+    used = [attempt.deployment_id for attempt in attempts if attempt.deployment_id is not None]
+    earlier = next((deployment for deployment in used if deployment != used[0]), None)
+    return session.get(Deployment, earlier) if earlier else None
 
 
 def list_newest_metrics(session: Session, attempt_ids: Sequence[str]) -> dict[str, MetricLine]:

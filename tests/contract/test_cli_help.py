@@ -41,6 +41,8 @@ PROMISED = {
     "plan stop",
     "plan restart",
     "plan deploy",
+    "rollback",
+    "declare-lost",
     "rm",
     "secret set",
     "secret ls",

@@ -179,6 +179,36 @@ async def restart_run(
     return await _request(write, run, runs.request_restart, wanted)
 
 
+@router.post("/{run}/rollback", response_model=schemas.OperationView, status_code=202, responses=PLANNED)
+async def rollback_run(
+    run: RunName,
+    state: State,
+    write: WriteDep,
+    body: schemas.RollbackBody | None = None,
+    dry_run: DryRun = False,
+) -> Any:
+    """Pin the run to the release and environment that it used before, and restart it on them."""
+    wanted = (body or schemas.RollbackBody()).model_dump()
+    if dry_run:
+        return await _plan(state, run, plans.plan_rollback, wanted)
+    return await _request(write, run, runs.request_rollback, wanted)
+
+
+@router.post("/{run}/declare-lost", response_model=schemas.OperationView, status_code=202, responses=PLANNED)
+async def declare_run_lost(
+    run: RunName,
+    state: State,
+    write: WriteDep,
+    body: schemas.DeclareLostBody | None = None,
+    dry_run: DryRun = False,
+) -> Any:
+    """End the live attempt as lost on an operator's word; signals nothing, and the run is held."""
+    wanted = (body or schemas.DeclareLostBody()).model_dump()
+    if dry_run:
+        return await _plan(state, run, plans.plan_declare_lost, wanted)
+    return await _request(write, run, runs.request_declare_lost, wanted)
+
+
 @router.get("/{run}/drift", response_model=schemas.DriftView)
 async def get_drift(run: RunName, state: State) -> Any:
     """What differs between the running attempt and what the next start would use."""

@@ -223,6 +223,29 @@ def test_start_stop_and_restart_store_intent_and_hint(api, client):
     assert api.state.hints == [run.id, run.id]
 
 
+def test_a_run_without_an_earlier_pair_or_a_live_attempt_has_nothing_to_go_back_to_or_to_lose(api, client):
+    seed_node(api.state)
+    seed_run(api.state)
+
+    for action, reason in (("rollback", "NoEarlierDeployment"), ("declare-lost", "NotLive")):
+        refused = client.post(f"/v1/runs/slammed/{action}", json={})
+        plan = client.post(f"/v1/runs/slammed/{action}", json={}, params={"dry_run": "true"})
+
+        assert (refused.status_code, refused.json()["reason"]) == (409, reason)
+        assert (plan.status_code, plan.json()["would_refuse"]["reason"]) == (200, reason)
+
+
+def test_an_attempt_is_declared_lost_with_its_reason_in_the_history(api, client):
+    seed_node(api.state)
+    seed_attempt(api.state, seed_run(api.state))
+
+    accepted = client.post("/v1/runs/slammed/declare-lost", json={"reason": "burnt"})
+    events = client.get("/v1/events", params={"run": "slammed", "reason": "DeclareLostRequested"}).json()
+
+    assert (accepted.status_code, accepted.json()["kind"]) == (202, "declare_lost")
+    assert "burnt" in events["items"][0]["message"]
+
+
 def test_the_actor_and_the_request_are_in_the_history(api, client):
     seed_node(api.state)
     seed_run(api.state)

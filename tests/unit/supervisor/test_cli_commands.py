@@ -395,6 +395,26 @@ def test_destructive_commands_without_terminal_need_yes(live, run):
     assert ctl("show", "slammed").code == 3
 
 
+def test_an_attempt_is_declared_lost_after_confirmation_only(live, run):
+    nothing = ctl("declare-lost", "slammed", "--yes")
+    seed_attempt(live.api.state, run)
+    asked = ctl("declare-lost", "slammed")
+    plan = ctl("declare-lost", "slammed", "--dry-run")
+    with settle(live):
+        done = ctl("declare-lost", "slammed", "--yes", "--reason", "burnt")
+
+    assert (nothing.code, asked.code, plan.code, done.code) == (4, 2, 0, 0)
+    assert "its locks in the node" in plan.out
+    assert "burnt" in ctl("events", "slammed").out
+
+
+def test_a_rollback_without_an_earlier_pair_is_refused_with_what_to_do(live, run):
+    result = ctl("rollback", "slammed")
+
+    assert result.code == 4
+    assert "deploy the one you want" in result.err
+
+
 def test_a_live_run_is_not_deleted(live, run):
     seed_attempt(live.api.state, run)
 

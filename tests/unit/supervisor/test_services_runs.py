@@ -238,6 +238,22 @@ def test_a_loss_can_be_declared_only_of_what_may_be_lost(store: Store) -> None:
         change(store, runs.request_declare_lost, actor="t", reason="burnt")
 
 
+def test_a_quarantined_attempt_that_is_seen_is_given_up_only_by_force(store: Store) -> None:
+    attempt = with_attempt(store, "quarantined")
+
+    def alive(session: Session) -> None:
+        run = the_run(session)
+        run.conditions = [{"type": kind, "status": "true"} for kind in ("Alive", "Reachable")]
+        session.add(run)
+
+    store.write_sync(alive)
+    with pytest.raises(ConflictError, match="is alive") as refused:
+        change(store, runs.request_declare_lost, actor="t", reason="stuck")
+    assert "restart the container" in (refused.value.hint or "")
+    change(store, runs.request_declare_lost, actor="t", reason="stuck", force=True)
+    assert (look(store).declare_lost or {})["attempt_id"] == attempt.id
+
+
 def deploy(session: Session, name: str, *, sequence: int) -> None:
     node = nodes.get_node(session, "local")
     session.add(Deployment(id=name, node_id=node.id, sequence=sequence, state="ready", created_at=T0))
@@ -252,6 +268,8 @@ def test_a_rollback_pins_the_pair_before_and_a_pin_of_a_revert_ends_with_a_newer
     for number, name in enumerate(("d1", "d2"), 1):
         store.write_sync(lambda session, name=name, number=number: deploy(session, name, sequence=number))
         with_attempt(store, "stopped", deployment_id=name)
+    plan = store.read_sync(lambda session: runs.plan_rollback(session, the_run(session)))
+    assert (plan["would_refuse"], "deployment d1" in plan["summary"]) == (None, True)
     operation = change(store, runs.request_rollback, actor="t")
     assert operation.kind == "rollback"
 
