@@ -15,6 +15,7 @@ from sqlmodel import Session, col, func, select
 
 from supervisor.domain.deploy import lock_digest
 from supervisor.domain.errors import NotFoundError
+from supervisor.domain.layout import Layout
 from supervisor.reconciler import apply, leases
 from supervisor.reconciler.checks import Report
 from supervisor.reconciler.environments import EnvironmentPlan
@@ -174,6 +175,16 @@ def release_row(source: str, archive: ReleaseArchive, now: datetime) -> Release:
         source_commit=archive.manifest.get("source_commit"),
         created_at=now,
     )
+
+
+def interpreter_path(environment: Environment, *, root: str) -> str:
+    """Where an environment's interpreter lies in a node with this root.
+
+    A built one has one row for all nodes: the path in it is that of the node where it was built first.
+    """
+    if environment.kind == "built":
+        return Layout(root).python(environment.digest)
+    return environment.python
 
 
 def environment_row(plan: EnvironmentPlan, python: str, facts: dict[str, Any], now: datetime) -> Environment:

@@ -36,6 +36,7 @@ from supervisor.reconciler import apply, drift, leases
 from supervisor.reconciler.conditions import ConditionView, run_conditions
 from supervisor.reconciler.connections import NodeConnection
 from supervisor.reconciler.crash import crash
+from supervisor.reconciler.deploy_rows import interpreter_path
 from supervisor.reconciler.observe import AttemptMemory, Evidence, Look, Scene, observe
 from supervisor.reconciler.operations import end_operations
 from supervisor.reconciler.progress import recall, save_progress
@@ -243,12 +244,13 @@ class RunLoop:
 
     def _fingerprint(self, snapshot: Snapshot, connection: NodeConnection | None) -> dict[str, Any] | None:
         """Newest fingerprint of the interpreter that the live attempt runs with."""
-        python = snapshot.spec.environment.python or (snapshot.environment and snapshot.environment.python)
-        attempt = snapshot.attempt
+        python, attempt = snapshot.spec.environment.python, snapshot.attempt
+        if python is None and snapshot.environment is not None:
+            python = interpreter_path(snapshot.environment, root=snapshot.node.root)
         is_ready = attempt is not None and attempt.state == AttemptState.READY
         if connection is None or not connection.is_open or python is None or not is_ready:
             return None
-        return self._rt.drift.fingerprint(connection, str(python), self._run_id)
+        return self._rt.drift.fingerprint(connection, python, self._run_id)
 
     def _guarded(self, session: Session) -> Run:
         """The run's row, while our lease holds; renews the lease on the way."""

@@ -196,7 +196,7 @@ def describe_end(attempt: Attempt) -> Error:
     hint = (
         failed[0].get("remedy")
         if failed
-        else f"`dflashctl logs RUN --attempt {attempt.number}` shows its log"
+        else f"`dflashctl logs {attempt.spec.get('name', 'RUN')} --attempt {attempt.number}` shows its log"
     )
     if failed and attempt.state == AttemptState.LAUNCH_FAILED:
         reason, message = failed[0]["reason"], attempt.message

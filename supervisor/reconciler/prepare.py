@@ -19,6 +19,7 @@ from supervisor.reconciler.act import render_argv
 from supervisor.reconciler.capabilities import capability_findings
 from supervisor.reconciler.checks import Finding, Report
 from supervisor.reconciler.connections import NodeConnection
+from supervisor.reconciler.deploy_rows import interpreter_path
 from supervisor.reconciler.sampler import GpuView
 from supervisor.store.tables import Attempt, Deployment, Environment, Release, Run
 
@@ -41,6 +42,8 @@ class LaunchContext:
     capabilities: Mapping[str, Any]
     gpu_view: GpuView | None
     node_facts: Mapping[str, Any]
+    root: str
+    """Of the node."""
     resolve_secrets: ResolveSecrets
     monotonic_s: float
 
@@ -49,7 +52,9 @@ class LaunchContext:
         """Interpreter that would run the trainer."""
         if self.spec.environment.python is not None:
             return self.spec.environment.python
-        return self.environment.python if self.environment is not None else None
+        if self.environment is None:
+            return None
+        return interpreter_path(self.environment, root=self.root)
 
 
 @dataclass(slots=True)

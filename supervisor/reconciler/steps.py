@@ -197,6 +197,7 @@ class Steps:
             capabilities=capabilities,
             gpu_view=self._rt.sampler.gpus(snapshot.node.id),
             node_facts=snapshot.node.facts,
+            root=connection.address.root,
             resolve_secrets=self._rt.resolve_secrets,
             monotonic_s=self._rt.clock.monotonic(),
         )

@@ -10,6 +10,7 @@ from sqlmodel import Session, col, func, select
 
 from supervisor.domain.run import LIVE
 from supervisor.reconciler.connections import NodeConnection
+from supervisor.reconciler.deploy_rows import interpreter_path
 from supervisor.reconciler.runtime import Runtime
 from supervisor.reconciler.sampler import Tracked
 from supervisor.store.queries import current_deployment, list_live_attempts
@@ -60,18 +61,20 @@ def _load(session: Session, node_id: str) -> tuple[list[Tracked], str | None]:
                 newest_metric_t=newest or 0.0,
             )
         )
-        python = interpreter_of(session, attempt) or python
+        python = interpreter_of(session, attempt, node) or python
     if python is None and node is not None:
         deployment = current_deployment(session, node)
         environment = session.get(Environment, (deployment and deployment.environment_digest) or "")
-        python = environment.python if environment is not None else None
+        python = interpreter_path(environment, root=node.root) if environment is not None else None
     return tracked, python
 
 
-def interpreter_of(session: Session, attempt: Attempt) -> str | None:
+def interpreter_of(session: Session, attempt: Attempt, node: Node | None) -> str | None:
     """The interpreter that an attempt runs with, as far as we know it."""
     external = (attempt.spec.get("environment") or {}).get("python")
     if external:
         return str(external)
     environment = session.get(Environment, attempt.environment_digest or "")
-    return environment.python if environment is not None else None
+    if environment is None or node is None:
+        return None
+    return interpreter_path(environment, root=node.root)

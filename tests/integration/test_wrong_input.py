@@ -114,9 +114,9 @@ def add_node(bed: Bed, pct_host: PctHost) -> Iterator[Any]:
     yield add
     for name in added:
         for run in bed.daemon.get(f"/v1/nodes/{name}")["runs"]:
-            bed.daemon.done("stop", run)
-            bed.daemon.done("rm", run, "--yes")
-        bed.daemon.done("node", "rm", name, "--yes")
+            bed.ctl("stop", run)
+            bed.ctl("rm", run, "--yes")
+        bed.ctl("node", "rm", name, "--yes")
 
 
 def assert_refused(result: Result, code: int, reason: str, *texts: str) -> None:
@@ -213,8 +213,7 @@ def test_a_stopped_container(bed: Bed, pct_host: PctHost, add_node: Any) -> None
 def test_a_locked_container(bed: Bed, pct_host: PctHost, add_node: Any) -> None:
     """A lock of its configuration stops no command; one that a start or copy holds stops the upload."""
     node = add_node("backedup")
-    for wheel in (bed.folder / "wheels").iterdir():
-        pct_host.ct_path(f"/srv/wheels/{wheel.name}").write_bytes(wheel.read_bytes())
+    bring_wheels(bed, pct_host)
     pct_host.lock("backup")
 
     check = bed.daemon.done("node", "check", node)
@@ -284,6 +283,35 @@ def test_an_unreachable_host(bed: Bed, pct_host: PctHost, add_node: Any) -> None
     assert_never_launched(bed, "waiting")
     pct_host.link.accept()
     bed.daemon.done("node", "check", node)
+
+
+def test_a_stop_of_a_run_that_is_out_of_reach(bed: Bed, pct_host: PctHost, add_node: Any) -> None:
+    node = add_node("faraway")
+    bring_wheels(bed, pct_host)
+    assert bed.deploy(node).code == DONE
+    bed.daemon.done("run", bed.run_file("voyager", node=node), "--wait", "ready")
+    pct_host.link.refuse()
+    pct_host.link.cut()
+
+    logs = bed.ctl("logs", "voyager")
+    restart = bed.ctl("restart", "voyager")
+    stop = bed.ctl("stop", "voyager")
+
+    assert_refused(logs, UNREACHABLE, "", f"node {node}")
+    assert_refused(restart, UNREACHABLE, "ConnectRefused", "refused the connection", "start the SSH server")
+    assert_refused(stop, UNREACHABLE, "ConnectRefused", "is stopped when the node is back")
+    (during,) = bed.daemon.attempts("voyager")
+    assert during["is_live"], "unknown is not dead"
+    pct_host.link.accept()
+    bed.daemon.until(lambda: not bed.daemon.attempts("voyager")[0]["is_live"], "the stop that was asked for")
+    (after,) = bed.daemon.attempts("voyager")
+    assert (after["state"], after["exit_code"]) == ("stopped", 9)
+
+
+def bring_wheels(bed: Bed, host: PctHost) -> None:
+    """Put the wheels into the container's find-links folder."""
+    for wheel in (bed.folder / "wheels").iterdir():
+        host.ct_path(f"/srv/wheels/{wheel.name}").write_bytes(wheel.read_bytes())
 
 
 def test_a_full_disk_in_the_node(bed: Bed, pct_host: PctHost, add_node: Any) -> None:
@@ -373,7 +401,8 @@ def test_wrong_paths(bed: Bed) -> None:
 def test_a_run_that_dies_at_once(bed: Bed) -> None:
     result = bed.ctl("run", bed.run_file("stillborn", "--die-at-once"))
 
-    assert_refused(result, FAILED, "PipelineFailed", "exit code 7", "no such data folder", "dflashctl logs")
+    assert_refused(result, FAILED, "PipelineFailed", "exit code 7", "no such data folder")
+    assert "dflashctl logs stillborn --attempt 1" in result.err
     (attempt,) = bed.daemon.attempts("stillborn")
     assert (attempt["state"], attempt["exit_code"]) == ("failed", 7)
     assert "no such data folder" in bed.daemon.done("logs", "stillborn").out

@@ -55,6 +55,7 @@ def make_context(**changes: Any) -> LaunchContext:
         "capabilities": {},
         "gpu_view": None,
         "node_facts": {},
+        "root": "/srv/d",
         "resolve_secrets": resolve,
         "monotonic_s": 100.0,
     }
@@ -100,6 +101,16 @@ async def test_a_node_that_cannot_be_asked_gives_no_answer() -> None:
 
     with pytest.raises(ConnectError):
         await prepare_launch(connection, make_context())  # type: ignore[arg-type]
+
+
+async def test_an_environment_built_first_on_another_node_is_looked_for_below_this_ones_root() -> None:
+    elsewhere = Environment(
+        digest=BUILT.digest, kind="built", python="/other/envs/eeeeeeee/bin/python", created_at=NOW
+    )
+
+    prepared = await prepare_launch(FakeConnection(), make_context(environment=elsewhere))
+
+    assert prepared.argv[0] == BUILT.python
 
 
 async def test_nothing_deployed_is_named_with_the_command_that_deploys() -> None:
