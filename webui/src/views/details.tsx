@@ -23,26 +23,33 @@ export function Facts({ run, latest }: { run: Run; latest: MetricRecord["train"]
   );
 }
 
+// What holds is a line of badges; what does not hold, or is not known, says why and since when.
 export function Conditions({ conditions }: { conditions: Condition[] }) {
-  if (conditions.length === 0) return null;
+  const open = conditions.filter((condition) => condition.status !== "true");
   return (
-    <details open={conditions.some((condition) => condition.status === "false")}>
-      <summary>Conditions ({conditions.filter((condition) => condition.status === "true").length} of {conditions.length} true)</summary>
-      <div class="scroll" tabIndex={0}>
-        <table>
-          <tbody>
-            {conditions.map((condition) => (
-              <tr key={condition.type}>
-                <td>{condition.type}</td>
-                <td><Badge word={condition.status} /></td>
-                <td>{condition.reason}{condition.message && <div class="soft">{condition.message}</div>}</td>
-                <td class="soft"><When at={condition.since} /></td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
+    <>
+      <div class="row" role="group" aria-label="conditions that hold">
+        {conditions.filter((condition) => condition.status === "true").map((condition) => (
+          <span key={condition.type} class="badge good" title={`${condition.reason} since ${utc(condition.since)}`}>{condition.type}</span>
+        ))}
       </div>
-    </details>
+      {open.length > 0 && (
+        <div class="scroll" tabIndex={0} style={{ marginTop: "8px" }}>
+          <table>
+            <tbody>
+              {open.map((condition) => (
+                <tr key={condition.type}>
+                  <td>{condition.type}</td>
+                  <td><Badge word={condition.status} /></td>
+                  <td>{condition.reason}{condition.message && <div class="soft">{condition.message}</div>}</td>
+                  <td class="soft nowrap"><When at={condition.since} /></td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+    </>
   );
 }
 
@@ -73,7 +80,7 @@ export function Attempts({ attempts, selected, onSelect }: AttemptsProps) {
                   <td><Badge word={attempt.state} /></td>
                   <td>{attempt.trigger}</td>
                   <td>{ending(attempt)}{attempt.message && <div class="soft">{attempt.message}</div>}</td>
-                  <td><When at={attempt.started_at} /></td>
+                  <td class="nowrap"><When at={attempt.started_at} /></td>
                   <td>{attempt.started_at ? duration(((attempt.ended_at ? Date.parse(attempt.ended_at) : now.value) - Date.parse(attempt.started_at)) / 1000) : "–"}</td>
                   <td><button class="plain" aria-pressed={attempt.number === selected} title={attempt.log_path} onClick={() => onSelect(attempt.number)}>show log</button></td>
                 </tr>
@@ -97,7 +104,7 @@ export function Events({ events }: { events: Event[] }) {
             <tbody>
               {events.map((event) => (
                 <tr key={event.id}>
-                  <td class="soft" style={{ whiteSpace: "nowrap" }}><When at={event.at} /></td>
+                  <td class="soft nowrap"><When at={event.at} /></td>
                   <td>{event.reason}</td>
                   <td>{event.message}</td>
                   <td class="soft">{event.actor}</td>
