@@ -1,65 +1,52 @@
-"""One training run from start to end: wiring, phases, stop, checkpoints.
+"""One training run from start to end: phases, stop, checkpoints.
 
 Called by `trainer.__main__`. Reads top to bottom: `Trainer.train` goes through the phases, the workers do the
-work, the main thread only watches. Must not hold training logic: that is the workers'.
+work, the main thread only watches. What the phases build comes from `trainer.assembly`. Must not hold
+training logic: that is the workers'.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import threading
 import time
 import uuid
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from trainer.assembly import (
+    Lines,
+    Parts,
+    build_drafter_worker,
+    build_target_worker,
+    load_parts,
+    open_lines,
+    run_identity,
+)
 from trainer.checkpoint.export import export_drafter
 from trainer.checkpoint.lineage import StartPoint, choose_start, resume_record
-from trainer.checkpoint.state import ConsumedPacks, TrainState, compare, read_state, write_state
+from trainer.checkpoint.state import TrainState, compare, read_record, read_state, write_state
 from trainer.checkpoint.store import CheckpointStore
-from trainer.config import TrainConfig, config_hash
-from trainer.data.buckets import bucket_edges
+from trainer.config import TrainConfig
 from trainer.data.chat import encode_prompt
-from trainer.data.corpus import Corpus
 from trainer.data.prompts import read_prompts
-from trainer.data.sampler import Feeder, PackSampler
-from trainer.drafter.loss import FrozenEnds
-from trainer.drafter.model import Drafter, build_drafter
-from trainer.drafter.shape import drafter_config
+from trainer.data.sampler import Feeder
 from trainer.drafter.worker import DrafterWorker, StepHooks, StepPlan
-from trainer.errors import EXIT_FINISHED, EXIT_STOPPED, CheckpointError, ConfigError, StalledError
+from trainer.errors import EXIT_FINISHED, EXIT_STOPPED, CheckpointError, ConfigError, PipelineError
 from trainer.eval.online import OnlineEvaluation
 from trainer.eval.speculative import TargetLike
 from trainer.flags import Resolved, has_wandb_key
 from trainer.lifecycle.exits import describe
 from trainer.lifecycle.heartbeat import StatusFile
 from trainer.lifecycle.runfolder import describe_code, hold_output, write_json, write_run_record
-from trainer.lifecycle.signals import SignalCounter
+from trainer.lifecycle.signals import SignalCounter, StoppedEarlyError
 from trainer.lifecycle.stopping import StopWatch
-from trainer.optim.adamw import AdamWSettings, MasterAdamW
-from trainer.pipeline.devices import (
-    available_bytes,
-    check_devices,
-    cpu_threads,
-    on_device,
-    pick_attention,
-    pick_dtype,
-    worker_suffix,
-)
-from trainer.pipeline.messages import BatchPlanItem
-from trainer.pipeline.queues import FeedQueue, HiddenStatesQueue
+from trainer.pipeline.devices import check_devices, on_device
 from trainer.pipeline.records import batch_record, queue_record
 from trainer.pipeline.timers import cuda_memory
-from trainer.pipeline.transfer import PinnedPool, QueuedPack, open_receiver, open_sender
 from trainer.pipeline.workers import Board, WorkerGroup
-from trainer.target.cache import SampleCache
-from trainer.target.capture import Target
-from trainer.target.identity import read_vocab_size, target_fingerprint
-from trainer.target.loader import load_target
 from trainer.target.worker import TargetWorker
 from trainer.telemetry import capabilities
 from trainer.telemetry.metrics import IntervalReport, empty_train
@@ -70,36 +57,6 @@ _LOG = logging.getLogger(__name__)
 
 MONITOR_S = 0.2
 JOIN_AFTER_FAILURE_S = 30.0
-
-
-class StoppedEarlyError(Exception):
-    """A stop was asked for before the first step; nothing is there to save."""
-
-
-@dataclass(slots=True)
-class _Parts:
-    """What the phases build, in the order in which they build it."""
-
-    corpus: Corpus
-    sampler: PackSampler
-    target: Target
-    drafter: Drafter
-    ends: FrozenEnds
-    optimizer: MasterAdamW
-    consumed: ConsumedPacks
-    plan: StepPlan
-    attention: str
-    target_lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Lines:
-    """What connects the workers: queues, pinned buffers, and the largest pack [T, L, D]."""
-
-    feed: FeedQueue[BatchPlanItem]
-    hidden_states: HiddenStatesQueue[QueuedPack]
-    pool: PinnedPool
-    slot_shape: tuple[int, int, int]
 
 
 class Trainer:
@@ -116,6 +73,7 @@ class Trainer:
         self._evaluation: OnlineEvaluation | None = None
         self._worker: DrafterWorker | None = None
         self._last_saved_step = -1
+        self._is_finished = False
         self._save_seconds = 0.0
 
     def train(self) -> int:
@@ -132,17 +90,19 @@ class Trainer:
                 self._open_status()
                 self._go_through_phases()
             except StoppedEarlyError:
+                self._stopping.look()
                 _LOG.info("stopped before the first step; nothing to save")
             except Exception as error:
                 self._status.set_message(describe(error))
                 raise
             finally:
                 self._signals.restore()
-        if self._stopping.request is not None:
-            self._status.set_phase("done", "stopped on request")
-            return EXIT_STOPPED
-        self._status.set_phase("done", "finished")
-        return EXIT_FINISHED
+        # a stop that comes while the last checkpoint is saved finds a finished run
+        if self._is_finished and not self._stopping.is_abandoned:
+            self._status.set_phase("done", "finished")
+            return EXIT_FINISHED
+        self._status.set_phase("done", "stopped on request")
+        return EXIT_STOPPED
 
     def _go_through_phases(self) -> None:
         start = choose_start(self._output_dir, self.config.checkpoint.resume)
@@ -151,10 +111,12 @@ class Trainer:
         try:
             self._store = CheckpointStore(self._output_dir / start.lineage)
             self._store.prepare()
-            self._parts = parts = self._load(start)
+            with self._signals.interrupting():
+                self._parts = parts = self._load(start)
             if parts.plan.first_step >= parts.plan.total_steps:
                 _LOG.info("nothing left to do: step %d of %d", parts.plan.first_step, parts.plan.total_steps)
                 self._save(parts.plan.first_step)
+                self._is_finished = True
             else:
                 self._run_pipeline(parts)
         finally:
@@ -191,104 +153,29 @@ class Trainer:
         return reporter
 
     def _choose_wandb_id(self, start: StartPoint) -> str:
-        stored = "" if start.state_dir is None else read_state(start.state_dir).meta.get("wandb_id", "")
+        stored = "" if start.state_dir is None else read_record(start.state_dir).get("wandb_id", "")
         return stored or uuid.uuid4().hex[:12]
 
     # -- loading ------------------------------------------------------------------------------------------
 
-    def _load(self, start: StartPoint) -> _Parts:
+    def _load(self, start: StartPoint) -> Parts:
         """Read data and models, build the drafter, and take a stored state over."""
-        config = self.config
-        self._status.set_phase("loading", "data")
-        torch.set_num_threads(cpu_threads(config))
-        corpus = Corpus.open(
-            config.paths.data_dir,
-            max_seq_len=config.data.max_seq_len,
-            vocab_size=read_vocab_size(Path(config.paths.target_model)),
-        )
-        _LOG.info("data: %s", corpus.report.render())
-        self._leave_if_stopped()
-        self._status.set_phase("loading", "target")
-        device = config.devices.targets()[0]
-        target = load_target(
-            config.paths.target_model,
-            device=device,
-            dtype=pick_dtype(config.devices.target_dtype, device),
-            attn=config.target.attention,
-            mask_token_id=config.target.mask_token_id,
-        )
-        _LOG.info(
-            "target: %s, %d layers, hidden %d, mask token %d (%s)",
-            target.info.model_type,
-            target.info.num_layers,
-            target.info.hidden_size,
-            target.info.mask_token_id,
-            target.info.mask_token_reason,
-        )
-        self._leave_if_stopped()
-        self._status.set_phase("loading", "drafter")
-        parts = self._build(corpus, target)
+        parts = load_parts(self.config, enter=self._enter_loading)
+        self._identity = run_identity(self.config, parts, self._code)
         if start.state_dir is not None:
-            parts.plan = self._resume(parts, start)
+            parts.plan = self._resume(parts, start.state_dir, start)
         self._status.progress(parts.plan.first_step, parts.plan.total_steps)
         self._open_evaluation(parts)
         return parts
 
-    def _build(self, corpus: Corpus, target: Target) -> _Parts:
-        config, optim = self.config, self.config.optim
-        device = config.devices.drafters()[0]
-        shape = drafter_config(target.info, config.drafter, target_layer_ids=config.target.target_layer_ids)
-        dtype = pick_dtype(config.devices.drafter_dtype, device)
-        drafter = build_drafter(shape, seed=optim.seed, dtype=dtype).to(device)
-        _LOG.info(
-            "drafter: %d layers, block %d, target layers %s, %s parameters, %s on %s",
-            shape.num_hidden_layers,
-            shape.block_size,
-            list(shape.target_layer_ids),
-            f"{sum(p.numel() for p in drafter.parameters()):,}",
-            str(dtype).removeprefix("torch."),
-            device,
-        )
-        sampler = PackSampler(
-            lengths=corpus.lengths.tolist(),
-            edges=config.data.bucket_edges or bucket_edges(config.data.max_seq_len),
-            epochs=optim.epochs,
-            seed=optim.seed,
-            token_budget=config.data.token_budget,
-            max_batch_size=config.data.max_batch_size,
-        )
-        packs = len(sampler.plan(0))
-        total_packs = packs * optim.epochs
-        per_step = optim.grad_accum * len(config.devices.drafters())
-        total_steps = -(-total_packs // per_step)
-        return _Parts(
-            corpus=corpus,
-            sampler=sampler,
-            target=target,
-            drafter=drafter,
-            ends=FrozenEnds(
-                embed_weight_VD=target.embed_weight_VD.detach().to(device, dtype),
-                head_weight_VD=target.head_weight_VD.detach().to(device, dtype),
-                embed_scale=target.info.embed_scale,
-                logit_softcap=target.info.logit_softcap,
-            ),
-            optimizer=MasterAdamW(drafter.named_parameters(), AdamWSettings.from_config(optim)),
-            consumed=ConsumedPacks(packs, optim.epochs),
-            plan=StepPlan(
-                first_step=0,
-                total_steps=min(total_steps, optim.max_steps) if optim.max_steps else total_steps,
-                total_packs=total_packs,
-                packs_per_epoch=packs,
-                tokens=0,
-            ),
-            attention=pick_attention(config.loss.attention, device, may_compile=config.loss.compile),
-        )
+    def _enter_loading(self, what: str) -> None:
+        self._leave_if_stopped()
+        self._status.set_phase("loading", what)
 
-    def _resume(self, parts: _Parts, start: StartPoint) -> StepPlan:
+    def _resume(self, parts: Parts, state_dir: Path, start: StartPoint) -> StepPlan:
         """Load the state, after comparing what it belongs to with this run."""
-        assert start.state_dir is not None
-        state = read_state(start.state_dir)
-        differences = compare(state.meta, self._identity(parts))
+        state = read_state(state_dir)
+        differences = compare(state.meta, self._identity)
         for line in differences:
             _LOG.warning("resumed with a difference: %s", line)
         write_json(
@@ -298,12 +185,12 @@ class Trainer:
         parts.optimizer.load_state_tensors(state.tensors)
         parts.consumed.load(state.tensors)
         saved_at = start.saved_at()
-        if start.lineage == start.state_dir.parent.parent.name:
+        if start.lineage == state_dir.parent.parent.name:
             self._last_saved_step = state.step
-        self._status.checkpoint_saved(state.step, start.state_dir, saved_at)
+        self._status.checkpoint_saved(state.step, state_dir, saved_at)
         _LOG.info(
             "resumed from %s: step %d, %d packs consumed%s",
-            start.state_dir,
+            state_dir,
             state.step,
             parts.consumed.count(),
             f"; skipped {len(start.skipped)} damaged" if start.skipped else "",
@@ -317,7 +204,7 @@ class Trainer:
             tokens=state.tokens,
         )
 
-    def _open_evaluation(self, parts: _Parts) -> None:
+    def _open_evaluation(self, parts: Parts) -> None:
         config = self.config.eval
         if not config.every:
             return
@@ -336,11 +223,11 @@ class Trainer:
 
     # -- pipeline -----------------------------------------------------------------------------------------
 
-    def _run_pipeline(self, parts: _Parts) -> None:
+    def _run_pipeline(self, parts: Parts) -> None:
         """Build queues and workers, warm up, start the threads, and watch them to their end."""
         config, board = self.config, self._board
         board.beat("start")
-        lines = self._open_lines(parts)
+        lines = open_lines(config, parts, board)
         feeder = Feeder(
             parts.sampler,
             lines.feed,
@@ -348,8 +235,10 @@ class Trainer:
             open_epoch=lines.hidden_states.open_epoch,
             board=board,
         )
-        target_worker = self._build_target_worker(parts, lines)
-        drafter_worker = self._build_drafter_worker(parts, lines, target_worker)
+        target_worker = build_target_worker(config, parts, lines, board)
+        drafter_worker = build_drafter_worker(
+            config, parts, lines, board, target=target_worker, hooks=self._hooks(parts, lines)
+        )
         self._worker = drafter_worker
         self._connect_sources(lines, target_worker, drafter_worker, parts)
         self._warm_up(target_worker, drafter_worker)
@@ -362,81 +251,13 @@ class Trainer:
         group.start()
         self._watch(group)
 
-    def _open_lines(self, parts: _Parts) -> _Lines:
-        config, board = self.config, self._board
-        return _Lines(
-            feed=FeedQueue(config.queue.feed_depth, board),
-            hidden_states=HiddenStatesQueue(
-                board,
-                buckets=len(parts.sampler.edges),
-                min_ready=config.queue.hs_min_ready,
-                max_depth=config.queue.hs_max_depth,
-                max_bytes=config.queue.hs_max_bytes or available_bytes() * 2 // 5,
-                producers=len(config.devices.targets()),
-                seed=config.optim.seed,
-                ordered=config.queue.ordered,
-            ),
-            pool=PinnedPool(),
-            slot_shape=(
-                config.data.token_budget,
-                len(parts.drafter.config.target_layer_ids),
-                parts.target.info.hidden_size,
-            ),
-        )
-
-    def _build_target_worker(self, parts: _Parts, lines: _Lines) -> TargetWorker:
-        target, cache_bytes = parts.target, self.config.target.cache_features_bytes
-        return TargetWorker(
-            name=f"target-{worker_suffix(str(target.device))}",
-            target=target,
-            corpus=parts.corpus,
-            layer_ids=parts.drafter.config.target_layer_ids,
-            feed=lines.feed,
-            sender=open_sender(
-                board=self._board,
-                pool=lines.pool,
-                device=target.device,
-                shape=lines.slot_shape,
-                dtype=target.dtype,
-            ),
-            hidden_states=lines.hidden_states,
-            board=self._board,
-            lock=parts.target_lock,
-            cache=SampleCache(cache_bytes) if cache_bytes else None,
-        )
-
-    def _build_drafter_worker(self, parts: _Parts, lines: _Lines, target: TargetWorker) -> DrafterWorker:
-        config = self.config
-
-        def threads() -> int:
-            # with cached hidden states the target idles from the second epoch on
-            return cpu_threads(config, is_alone=target.is_cached)
-
-        return DrafterWorker(
-            name=f"drafter-{worker_suffix(str(parts.drafter.device))}",
-            drafter=parts.drafter,
-            ends=parts.ends,
-            optimizer=parts.optimizer,
-            receiver=open_receiver(
-                lines.hidden_states,
-                board=self._board,
-                pool=lines.pool,
-                device=parts.drafter.device,
-                shape=lines.slot_shape,
-                dtype=parts.target.dtype,
-            ),
-            board=self._board,
-            config=config,
-            plan=parts.plan,
-            attention=parts.attention,
-            hooks=StepHooks(
-                consumed=parts.consumed.add,
-                report=self._reporter.submit,
-                first_pack=lambda: self._status.set_phase("training"),
-                after_step=self._after_step,
-                at_end=functools.partial(self._at_end, close=lines.hidden_states.close),
-            ),
-            cpu_threads=threads if config.target.cache_features_bytes else None,
+    def _hooks(self, parts: Parts, lines: Lines) -> StepHooks:
+        return StepHooks(
+            consumed=parts.consumed.add,
+            report=self._reporter.submit,
+            first_pack=lambda: self._status.set_phase("training"),
+            after_step=self._after_step,
+            at_end=functools.partial(self._at_end, close=lines.hidden_states.close),
         )
 
     def _warm_up(self, target: TargetWorker, drafter: DrafterWorker) -> None:
@@ -460,17 +281,17 @@ class Trainer:
                 self._status.drain("stop requested")
             if self._stopping.is_abandoned:
                 return
-            if self._board.failure is not None:
-                group.join(timeout_s=JOIN_AFTER_FAILURE_S)
-                break
             try:
                 self._board.check()
-            except StalledError as error:
+            except PipelineError as error:
+                # where a worker failed, its own error is on the board already: the first one wins
                 self._board.fail("monitor", error)
+                group.join(timeout_s=JOIN_AFTER_FAILURE_S)
+                break
         group.raise_first()
 
     def _connect_sources(
-        self, lines: _Lines, target: TargetWorker, drafter: DrafterWorker, parts: _Parts
+        self, lines: Lines, target: TargetWorker, drafter: DrafterWorker, parts: Parts
     ) -> None:
         """Tell the reporter where the parts of a line come from, and what is known before the first step."""
         sources = self._reporter.sources
@@ -538,6 +359,7 @@ class Trainer:
             _LOG.info("stopped at step %d without saving, as asked", step)
             return
         self._save(step)
+        self._is_finished = step >= self._parts.plan.total_steps
 
     def _save(self, step: int) -> None:
         """Publish export and state of a completed step, then prune."""
@@ -550,7 +372,7 @@ class Trainer:
             state = TrainState(
                 step=step,
                 tokens=self._tokens(),
-                meta=self._identity(parts) | {"wandb_id": self._wandb_id, "noise_step": step},
+                meta=self._identity | {"wandb_id": self._wandb_id, "noise_step": step},
                 tensors=parts.optimizer.state_tensors() | parts.consumed.tensors(),
             )
             path = self._store.save("state", step, functools.partial(write_state, state))
@@ -562,29 +384,6 @@ class Trainer:
 
     def _tokens(self) -> int:
         return self._parts.plan.tokens if self._worker is None else self._worker.tokens
-
-    def _identity(self, parts: _Parts) -> dict[str, Any]:
-        """Return what a stored state is compared by."""
-        config = self.config
-        return {
-            "config": config.as_dict(),
-            "config_hash": config_hash(config),
-            "data": {
-                "samples": len(parts.corpus),
-                "tokens": parts.corpus.report.tokens,
-                "sha256": parts.corpus.digest(),
-            },
-            "target": target_fingerprint(
-                parts.target.info.path, mask_token_id=parts.target.info.mask_token_id
-            ),
-            "world": {
-                "targets": list(config.devices.targets()),
-                "drafters": list(config.devices.drafters()),
-            },
-            "seeds": {"run": config.optim.seed},
-            "versions": {"torch": self._code["versions"]["torch"]},
-            "code": {"git_sha": self._code["git_sha"]},
-        }
 
     # -- stop (main thread) -------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.tiny import tiny_samples, tiny_target, write_tiny_corpus
 from tests.support.trainer_runs import metrics_lines, read_status, run_here, settings_for
+from trainer import assembly
 from trainer import train as train_module
 from trainer.checkpoint.store import verify
 from trainer.drafter.exported import load_drafter
@@ -29,6 +30,7 @@ from trainer.errors import (
 from trainer.eval import online
 from trainer.lifecycle.heartbeat import StatusFile
 from trainer.lifecycle.runfolder import hold_output
+from trainer.pipeline.workers import Board
 from trainer.target.capture import Target
 
 
@@ -113,14 +115,14 @@ def test_run_trains_saves_exports_and_reports(tiny, out, capsys):
 
 def test_golden_26_target_embedding_and_head_are_never_changed(tiny, out, monkeypatch):
     targets = []
-    real = train_module.load_target
+    real = assembly.load_target
 
     def load(*args, **options):
         target = real(*args, **options)
         targets.append((target, {n: p.detach().clone() for n, p in target._model.named_parameters()}))
         return target
 
-    monkeypatch.setattr(train_module, "load_target", load)
+    monkeypatch.setattr(assembly, "load_target", load)
 
     assert run_here(settings_for(*tiny, out)) == 0
 
@@ -298,7 +300,7 @@ def test_memory_error_in_a_worker_is_an_out_of_memory_exit(tiny, out, monkeypatc
 
 
 def test_data_without_a_usable_sample_fails_before_the_target_is_loaded(tiny, out, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_module, "load_target", lambda *_a, **_k: pytest.fail("target was loaded"))
+    monkeypatch.setattr(assembly, "load_target", lambda *_a, **_k: pytest.fail("target was loaded"))
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "x.jsonl").write_text('{"input_ids": []}\nnot json\n')
 
@@ -439,3 +441,41 @@ def test_hung_worker_is_found_by_the_stall_limit(tiny, out, monkeypatch):
 
     assert caught.value.exit_code == 7
     assert "nothing moved" in read_status(out / "run")["message"]
+
+
+def test_error_of_a_worker_that_fails_while_the_monitor_looks_keeps_its_exit_code(tiny, out, monkeypatch):
+    real = Board.check
+
+    def check(self):
+        if threading.current_thread() is threading.main_thread():
+            self.fail("drafter-cpu", NonFiniteError("five in a row"))
+        real(self)
+
+    monkeypatch.setattr(Board, "check", check)
+
+    with pytest.raises(NonFiniteError, match="five in a row"):
+        run_here(settings_for(*tiny, out, optim__epochs=2_000))
+
+
+def test_stop_that_comes_while_the_last_checkpoint_is_saved_finds_a_finished_run(tiny, out, monkeypatch):
+    real = train_module.CheckpointStore.save
+
+    def save(self, kind, step, fill):
+        if kind == "state":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, kind, step, fill)
+
+    monkeypatch.setattr(train_module.CheckpointStore, "save", save)
+
+    assert run_here(settings_for(*tiny, out, optim__max_steps=3)) == 0
+    assert read_status(out / "run")["message"] == "finished"
+
+
+def test_last_metrics_line_says_the_rate_and_noise_of_the_last_step(tiny, out, visits):
+    assert run_here(settings_for(*tiny, out, optim__max_steps=3, telemetry__log_every=2)) == 0
+
+    rates = [visit["lr"] for visit in visits if "lr" in visit]
+    sigmas = [visit["sigma"] for visit in visits if "sigma" in visit]
+    last = metrics_lines(out / "run")[-1]["train"]
+    assert (last["lr"], last["noise_sigma"]) == (rates[-1], sigmas[-1])
+    assert rates[-1] > 0

@@ -18,8 +18,8 @@ MAX_SHAPES = 256
 def compile_per_shape(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile for fixed shapes; raises at the limit of shapes instead of running uncompiled.
 
-    The limits are settings of the process. Measured on an H200 (torch 2.11): a handful of shapes reached the
-    default of 8, and the next step took minutes instead of 0.2 s.
+    The limits are settings of the process. torch's default of 8 is fewer than one run has shapes; it is
+    suspected, not measured, to be why steps took minutes on an H200 (torch 2.11) before it was raised.
     """
     # torch loads this package on first access; that takes seconds, and only CUDA runs need it.
     dynamo = torch._dynamo.config

@@ -130,6 +130,8 @@ class DrafterWorker:
         self._packs_done = plan.total_packs
         self._interval = self._new_interval()
         self._pending: _Pending | None = None
+        self._used: Mapping[str, float] = {}
+        """rate and noise of the latest completed step"""
         self._recent_packs: list[str] = []
         # host sync: once, before the first step
         self._skipped_seen = optimizer.skipped.item()
@@ -185,6 +187,7 @@ class DrafterWorker:
         lr = self._lr()
         with self.stats.working(), self.timers.stage("optimizer"):
             self._optimizer.step(lr)
+        self._used = {"lr": lr, "noise_sigma": self._sigma()}
         self.step += 1
         for pack in used:
             self._hooks.consumed(pack.epoch, pack.pack_id)
@@ -193,7 +196,7 @@ class DrafterWorker:
         self._board.beat(self.name)
         self._report_if_arrived()
         if self.step % self._config.telemetry.log_every == 0:
-            self._start_report(lr, epoch=used[-1].epoch)
+            self._start_report(epoch=used[-1].epoch)
         return True
 
     def _microbatch(self, pack: FeaturePack) -> None:
@@ -264,7 +267,7 @@ class DrafterWorker:
             started_s=time.monotonic(),
         )
 
-    def _start_report(self, lr: float, *, epoch: int) -> None:
+    def _start_report(self, *, epoch: int) -> None:
         if self._pending is not None:
             self._finish_report(self._pending)
         interval = self._interval
@@ -289,8 +292,7 @@ class DrafterWorker:
                 "epoch": round(packs_done / self._plan.packs_per_epoch, 4),
                 "plan_epoch": epoch,
                 "total_steps": self._plan.total_steps,
-                "lr": lr,
-                "noise_sigma": self._sigma(),
+                **self._used,
                 "tok_s": rate,
                 "tok_s_ema": self._tokens_per_s_ema,
             },
@@ -313,7 +315,7 @@ class DrafterWorker:
     def _flush_report(self) -> None:
         """Report what the last interval holds; only after the last step."""
         if self._interval.packs and self.step > self._plan.first_step:
-            self._start_report(self._lr(), epoch=self._config.optim.epochs - 1)
+            self._start_report(epoch=self._config.optim.epochs - 1)
         if self._pending is not None:
             self._finish_report(self._pending)
 

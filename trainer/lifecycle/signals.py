@@ -1,14 +1,17 @@
 """Being asked to stop: signals and `control/stop.json`.
 
 Signal handlers only count; `trainer.train` looks at the counters between waits. A first SIGTERM or SIGINT
-asks for an orderly stop, a second one abandons the save. The file asks once, whatever it is rewritten to.
+asks for an orderly stop, a second one abandons the save; while models load, nothing is there to save and the
+first one ends the run. The file asks once, whatever it is rewritten to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -31,12 +34,20 @@ def leave_on_stop_signals() -> None:
         signal.signal(number, leave)
 
 
+class StoppedEarlyError(BaseException):
+    """A stop was asked for before the first step; nothing is there to save.
+
+    Not an `Exception`: it may be raised inside a library, which must not take it for a failure of its own.
+    """
+
+
 class SignalCounter:
     """Counts stop signals; must be installed by the main thread."""
 
     def __init__(self) -> None:
         self.count = 0
         self.last = ""
+        self._is_interrupting = False
         self._previous: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
@@ -50,9 +61,25 @@ class SignalCounter:
             signal.signal(number, handler)
         self._previous.clear()
 
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Let a signal end the block at once: reading a large model takes longer than a stop may.
+
+        Raises:
+            StoppedEarlyError: in the main thread, wherever it is.
+        """
+        self._is_interrupting = True
+        try:
+            yield
+        finally:
+            self._is_interrupting = False
+
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.count += 1
         self.last = signal.Signals(number).name
+        if self._is_interrupting:
+            self._is_interrupting = False
+            raise StoppedEarlyError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 
 import pytest
 
@@ -10,7 +11,7 @@ from trainer.errors import ConfigError, DataError, NonFiniteError, OutOfMemoryEr
 from trainer.lifecycle.exits import describe, exit_code, translate
 from trainer.lifecycle.heartbeat import PHASES, StatusFile
 from trainer.lifecycle.runfolder import find_git_sha
-from trainer.lifecycle.signals import SignalCounter, StopFile
+from trainer.lifecycle.signals import SignalCounter, StopFile, StoppedEarlyError
 from trainer.lifecycle.stopping import StopWatch
 
 
@@ -237,3 +238,18 @@ def test_description_is_one_line_with_notes():
     error.add_note("in thread feeder")
 
     assert describe(error) == "DataError: no rows (in thread feeder)"
+
+
+def test_signal_while_models_load_ends_the_loading_at_once(signals):
+    never = threading.Event()
+
+    def load():
+        with signals.interrupting():
+            os.kill(os.getpid(), signal.SIGTERM)
+            never.wait(30)
+
+    with pytest.raises(StoppedEarlyError):
+        load()
+    os.kill(os.getpid(), signal.SIGTERM)  # outside of the block it only counts again
+
+    assert signals.count == 2

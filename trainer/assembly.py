@@ -1,0 +1,256 @@
+"""What a run is put together from: data, models, optimizer, queues, workers.
+
+Called by `trainer.train`, which owns the phases and says when each part is built. Each function builds from a
+configuration and returns; nothing here starts a thread, writes a file or looks at a stop. Must not hold
+training logic: that is the workers'.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoint.state import ConsumedPacks
+from trainer.config import TrainConfig, config_hash
+from trainer.data.buckets import bucket_edges
+from trainer.data.corpus import Corpus
+from trainer.data.sampler import PackSampler
+from trainer.drafter.loss import FrozenEnds
+from trainer.drafter.model import Drafter, build_drafter
+from trainer.drafter.shape import drafter_config
+from trainer.drafter.worker import DrafterWorker, StepHooks, StepPlan
+from trainer.optim.adamw import AdamWSettings, MasterAdamW
+from trainer.pipeline.devices import available_bytes, cpu_threads, pick_attention, pick_dtype, worker_suffix
+from trainer.pipeline.messages import BatchPlanItem
+from trainer.pipeline.queues import FeedQueue, HiddenStatesQueue
+from trainer.pipeline.transfer import PinnedPool, QueuedPack, open_receiver, open_sender
+from trainer.pipeline.workers import Board
+from trainer.target.cache import SampleCache
+from trainer.target.capture import Target
+from trainer.target.identity import read_vocab_size, target_fingerprint
+from trainer.target.loader import load_target
+from trainer.target.worker import TargetWorker
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Parts:
+    """What the loading phases build, in the order in which they build it."""
+
+    corpus: Corpus
+    sampler: PackSampler
+    target: Target
+    drafter: Drafter
+    ends: FrozenEnds
+    optimizer: MasterAdamW
+    consumed: ConsumedPacks
+    plan: StepPlan
+    attention: str
+    target_lock: threading.Lock = field(default_factory=threading.Lock)
+    """held by whoever runs the target: its worker, or an evaluation"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lines:
+    """What connects the workers: queues, pinned buffers, and the largest pack [T, L, D]."""
+
+    feed: FeedQueue[BatchPlanItem]
+    hidden_states: HiddenStatesQueue[QueuedPack]
+    pool: PinnedPool
+    slot_shape: tuple[int, int, int]
+
+
+def load_parts(config: TrainConfig, *, enter: Callable[[str], None]) -> Parts:
+    """Read data and target, and build a fresh drafter.
+
+    Args:
+        config: of the run.
+        enter: called with the name of what is loaded next; may raise to leave.
+    """
+    enter("data")
+    torch.set_num_threads(cpu_threads(config))
+    corpus = Corpus.open(
+        config.paths.data_dir,
+        max_seq_len=config.data.max_seq_len,
+        vocab_size=read_vocab_size(Path(config.paths.target_model)),
+    )
+    _LOG.info("data: %s", corpus.report.render())
+    enter("target")
+    target = _load_target(config)
+    enter("drafter")
+    drafter = _build_drafter(config, target)
+    sampler, plan = _plan_packs(config, corpus)
+    return Parts(
+        corpus=corpus,
+        sampler=sampler,
+        target=target,
+        drafter=drafter,
+        ends=FrozenEnds(
+            embed_weight_VD=target.embed_weight_VD.detach().to(drafter.device, drafter.dtype),
+            head_weight_VD=target.head_weight_VD.detach().to(drafter.device, drafter.dtype),
+            embed_scale=target.info.embed_scale,
+            logit_softcap=target.info.logit_softcap,
+        ),
+        optimizer=MasterAdamW(drafter.named_parameters(), AdamWSettings.from_config(config.optim)),
+        consumed=ConsumedPacks(plan.packs_per_epoch, config.optim.epochs),
+        plan=plan,
+        attention=pick_attention(config.loss.attention, str(drafter.device), may_compile=config.loss.compile),
+    )
+
+
+def _load_target(config: TrainConfig) -> Target:
+    device = config.devices.targets()[0]
+    target = load_target(
+        config.paths.target_model,
+        device=device,
+        dtype=pick_dtype(config.devices.target_dtype, device),
+        attn=config.target.attention,
+        mask_token_id=config.target.mask_token_id,
+    )
+    _LOG.info(
+        "target: %s, %d layers, hidden %d, mask token %d (%s)",
+        target.info.model_type,
+        target.info.num_layers,
+        target.info.hidden_size,
+        target.info.mask_token_id,
+        target.info.mask_token_reason,
+    )
+    return target
+
+
+def _build_drafter(config: TrainConfig, target: Target) -> Drafter:
+    device = config.devices.drafters()[0]
+    shape = drafter_config(target.info, config.drafter, target_layer_ids=config.target.target_layer_ids)
+    dtype = pick_dtype(config.devices.drafter_dtype, device)
+    drafter = build_drafter(shape, seed=config.optim.seed, dtype=dtype).to(device)
+    _LOG.info(
+        "drafter: %d layers, block %d, target layers %s, %s parameters, %s on %s",
+        shape.num_hidden_layers,
+        shape.block_size,
+        list(shape.target_layer_ids),
+        f"{sum(p.numel() for p in drafter.parameters()):,}",
+        str(dtype).removeprefix("torch."),
+        device,
+    )
+    return drafter
+
+
+def _plan_packs(config: TrainConfig, corpus: Corpus) -> tuple[PackSampler, StepPlan]:
+    """Deal the samples into packs; the number of steps follows, it is the same in every epoch."""
+    optim = config.optim
+    sampler = PackSampler(
+        lengths=corpus.lengths.tolist(),
+        edges=config.data.bucket_edges or bucket_edges(config.data.max_seq_len),
+        epochs=optim.epochs,
+        seed=optim.seed,
+        token_budget=config.data.token_budget,
+        max_batch_size=config.data.max_batch_size,
+    )
+    packs = len(sampler.plan(0))
+    total_packs = packs * optim.epochs
+    total_steps = -(-total_packs // (optim.grad_accum * len(config.devices.drafters())))
+    return sampler, StepPlan(
+        first_step=0,
+        total_steps=min(total_steps, optim.max_steps) if optim.max_steps else total_steps,
+        total_packs=total_packs,
+        packs_per_epoch=packs,
+        tokens=0,
+    )
+
+
+def run_identity(config: TrainConfig, parts: Parts, code: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a stored state is compared by; `code` is `runfolder.describe_code`'s record."""
+    return {
+        "config": config.as_dict(),
+        "config_hash": config_hash(config),
+        "data": {
+            "samples": len(parts.corpus),
+            "tokens": parts.corpus.report.tokens,
+            "sha256": parts.corpus.digest(),
+        },
+        "target": target_fingerprint(parts.target.info.path, mask_token_id=parts.target.info.mask_token_id),
+        "world": {"targets": list(config.devices.targets()), "drafters": list(config.devices.drafters())},
+        "seeds": {"run": config.optim.seed},
+        "versions": {"torch": code["versions"]["torch"]},
+        "code": {"git_sha": code["git_sha"]},
+    }
+
+
+def open_lines(config: TrainConfig, parts: Parts, board: Board) -> Lines:
+    """Build the queues between the workers."""
+    return Lines(
+        feed=FeedQueue(config.queue.feed_depth, board),
+        hidden_states=HiddenStatesQueue(
+            board,
+            buckets=len(parts.sampler.edges),
+            min_ready=config.queue.hs_min_ready,
+            max_depth=config.queue.hs_max_depth,
+            max_bytes=config.queue.hs_max_bytes or available_bytes() * 2 // 5,
+            producers=len(config.devices.targets()),
+            seed=config.optim.seed,
+            ordered=config.queue.ordered,
+        ),
+        pool=PinnedPool(),
+        slot_shape=(
+            config.data.token_budget,
+            len(parts.drafter.config.target_layer_ids),
+            parts.target.info.hidden_size,
+        ),
+    )
+
+
+def build_target_worker(config: TrainConfig, parts: Parts, lines: Lines, board: Board) -> TargetWorker:
+    """Build the thread's work on the target's device."""
+    target, cache_bytes = parts.target, config.target.cache_features_bytes
+    return TargetWorker(
+        name=f"target-{worker_suffix(str(target.device))}",
+        target=target,
+        corpus=parts.corpus,
+        layer_ids=parts.drafter.config.target_layer_ids,
+        feed=lines.feed,
+        sender=open_sender(
+            board=board, pool=lines.pool, device=target.device, shape=lines.slot_shape, dtype=target.dtype
+        ),
+        hidden_states=lines.hidden_states,
+        board=board,
+        lock=parts.target_lock,
+        cache=SampleCache(cache_bytes) if cache_bytes else None,
+    )
+
+
+def build_drafter_worker(
+    config: TrainConfig, parts: Parts, lines: Lines, board: Board, *, target: TargetWorker, hooks: StepHooks
+) -> DrafterWorker:
+    """Build the thread's work on the drafter's device."""
+
+    def threads() -> int:
+        # with cached hidden states the target idles from the second epoch on
+        return cpu_threads(config, is_alone=target.is_cached)
+
+    return DrafterWorker(
+        name=f"drafter-{worker_suffix(str(parts.drafter.device))}",
+        drafter=parts.drafter,
+        ends=parts.ends,
+        optimizer=parts.optimizer,
+        receiver=open_receiver(
+            lines.hidden_states,
+            board=board,
+            pool=lines.pool,
+            device=parts.drafter.device,
+            shape=lines.slot_shape,
+            dtype=parts.target.dtype,
+        ),
+        board=board,
+        config=config,
+        plan=parts.plan,
+        attention=parts.attention,
+        hooks=hooks,
+        cpu_threads=threads if config.target.cache_features_bytes else None,
+    )
