@@ -189,6 +189,16 @@ async def send_tombstone(connection: NodeConnection, attempt_id: str) -> dict[st
     return state
 
 
+async def send_signal(connection: NodeConnection, identity: Mapping[str, Any], name: str) -> bool:
+    """Signal a recorded process itself, when the folder through which its shim is asked was removed."""
+    try:
+        await connection.request("signal", identity=dict(identity), signal=name, deadline_s=STOP_DEADLINE_S)
+    except (TransportError, ContainerError, ShimError) as error:
+        log.warning("signal without an answer", signal=name, reason=error.reason)
+        return False
+    return True
+
+
 async def send_stop(
     connection: NodeConnection, attempt_id: str, *, stop_id: str, reason: str, actor: str, save: bool
 ) -> dict[str, Any] | None:

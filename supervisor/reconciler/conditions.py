@@ -93,6 +93,9 @@ def _shim_present(view: ConditionView) -> Condition:
     present = view.observed.shim_alive
     if view.look.answer is not ShimAnswer.KNOWN or present is None:
         return (kind, None, "NotAnswered", "")
+    if view.look.is_folder_gone:
+        message = "the attempt's folder was removed from the node: its exit code will not be known"
+        return (kind, False, "FolderGone", message)
     if present:
         return (kind, True, "Answers", "")
     return (kind, False, "ShimGone", "the trainer goes on; its exit code will not be known")

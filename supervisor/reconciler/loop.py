@@ -184,7 +184,7 @@ class RunLoop:
             case ResolveLaunch():
                 return await self._steps.resolve(action, connection)
             case Stop():
-                return await self._steps.stop(action, connection)
+                return await self._steps.stop(action, connection, look)
             case FinishAttempt():
                 return await self._steps.finish(action, snapshot, connection, look)
             case Advance():

@@ -97,13 +97,24 @@ class Look:
         """`exit.json`."""
         return self.reply.get("exit")
 
+    @property
+    def is_folder_gone(self) -> bool:
+        """Whether the attempt's folder was removed: only its processes can still be asked about."""
+        return bool(self.reply.get("is_folder_gone"))
+
 
 async def look_at(connection: NodeConnection | None, attempt: Attempt) -> Look:
     """Ask the agent for an attempt that should have a folder in the node."""
     if connection is None or AttemptState(attempt.state) not in _ASKED_STATES:
         return Look()
     try:
-        reply = await connection.request("status", attempt_id=attempt.id, deadline_s=STATUS_DEADLINE_S)
+        reply = await connection.request(
+            "status",
+            attempt_id=attempt.id,
+            identity=attempt.identity,
+            shim=attempt.shim_identity,
+            deadline_s=STATUS_DEADLINE_S,
+        )
     except ShimError as error:
         if error.reason == "NoSuchAttempt":
             return Look(answer=ShimAnswer.NO_SUCH_ATTEMPT)

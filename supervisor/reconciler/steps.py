@@ -7,6 +7,7 @@ are idempotent by id, and what came back is written only while the run's lease h
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from typing import Any, Protocol, TypeVar
 
 import structlog
@@ -36,6 +37,7 @@ from supervisor.reconciler.prepare import LaunchContext, Prepared, prepare_launc
 from supervisor.reconciler.runtime import Runtime, Snapshot
 from supervisor.store.attempts import apply_transition, bump
 from supervisor.store.events import now_of
+from supervisor.store.facts import spec_of
 from supervisor.store.queries import deployment_for_run, live_attempt, newest_attempt
 from supervisor.store.tables import Attempt, Run
 from supervisor.store.writer import Store
@@ -293,13 +295,15 @@ class Steps:
             return False
         return True
 
-    async def stop(self, action: Stop, connection: NodeConnection | None) -> bool:
+    async def stop(self, action: Stop, connection: NodeConnection | None, look: Look) -> bool:
         """Commit the stop, then ask the shim."""
         crash("stop.before_commit")
         stop = await self._write(lambda session: self._begin_stop(session, action))
         crash("stop.after_commit")
         if connection is None or not connection.is_open:
             return False
+        if look.is_folder_gone:
+            return await self._stop_by_identity(action.attempt_id, connection)
         state = await act.send_stop(
             connection,
             action.attempt_id,
@@ -313,6 +317,26 @@ class Steps:
             return False
         await self._write(lambda session: self._note_stop(session, action.attempt_id, state))
         crash("stop.after_apply")
+        return True
+
+    async def _stop_by_identity(self, attempt_id: str, connection: NodeConnection) -> bool:
+        """The shim of a removed folder cannot be asked: its signal once, and SIGKILL after the grace."""
+        attempt = await self._rt.store.read(lambda session: session.get(Attempt, attempt_id))
+        if attempt is None or attempt.stop is None or attempt.identity is None:
+            return False
+        policy, step = spec_of(attempt).stop, attempt.stop.get("step")
+        name: str
+        asked_at = datetime.fromisoformat(attempt.stop["requested_at"])
+        is_over = self._rt.clock.now() - asked_at > timedelta(seconds=policy.grace_s)
+        if step == "asked":
+            name, step = policy.signal, "term"
+        elif step == "term" and is_over:
+            name, step = "SIGKILL", "kill"
+        else:
+            return False
+        if not await act.send_signal(connection, attempt.identity, name):
+            return False
+        await self._write(lambda session: self._note_stop(session, attempt_id, {"stop": {"step": step}}))
         return True
 
     def _begin_stop(self, session: Session, action: Stop) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from . import control, launch, probe
-from .attempt import attempt_request, liveness, send_signal, status, stop_record
+from .attempt import attempt_request, liveness, send_signal, status, status_by_identity, stop_record
 from .control import answer
 from .launcher import Launcher
 from .proc import boot_id, init_ticks, is_alive
@@ -137,7 +137,12 @@ class Agent:
         return {"attempts": [_row(files) for files in list_attempts(self.root)]}
 
     def _status(self, request: dict[str, Any]) -> dict[str, Any]:
-        files = self._files(request)
+        try:
+            files = self._files(request)
+        except RefusedError as failure:
+            if failure.reason != "NoSuchAttempt" or not isinstance(request.get("identity"), dict):
+                raise
+            return status_by_identity(request["identity"], request.get("shim"))
         launch.settle(files)
         return status(files)
 

@@ -47,6 +47,20 @@ def status(files: AttemptFiles) -> dict[str, Any]:
     }
 
 
+def status_by_identity(identity: dict[str, Any], shim: Any) -> dict[str, Any]:
+    """What can be said of an attempt whose folder was removed under it: whether its processes live."""
+    return {
+        "state": None,
+        "exit": None,
+        "alive": is_alive(identity),
+        "shim_alive": is_alive(shim) if isinstance(shim, dict) else False,
+        "status": None,
+        "log_size": None,
+        "acked": False,
+        "is_folder_gone": True,
+    }
+
+
 def liveness(files: AttemptFiles, state: dict[str, Any] | None, record: dict[str, Any] | None) -> bool | None:
     """Whether the trainer lives: by its identity, else (before it has one) by the attempt's lock."""
     if record is not None and not record.get("quarantined"):

@@ -318,7 +318,8 @@ class AttemptShim:
         except OSError as error:
             note("exit.json not written, trying again: %s" % error)
             time.sleep(TICK_S)
-            return False
+            # Somebody removed the folder: there will never be a place for the record, nor a reader.
+            return not members and not self.files.exists()
         self.state["survivors"] = _pids(members)
         if members:
             self.files.event("Quarantined", "processes survived SIGKILL", processes=_pids(members))

@@ -43,7 +43,7 @@ MERGE_BODY = {
 async def _json_object(request: Request) -> Json:
     try:
         body = await request.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise HttpError(400, "the body is not JSON", reason="MalformedJson") from error
     if not isinstance(body, dict):
         raise HttpError(422, "the body must be a JSON object")
