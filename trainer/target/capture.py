@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 from transformers import DynamicCache
 
 from trainer.data.pretrained import cache_argument
@@ -24,6 +25,10 @@ from trainer.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from trainer.target.loader import TargetInfo
+
+
+FEW_ROWS = 8
+"""Up to here the head's product is turned round on a CPU."""
 
 
 class _LastTapReached(Exception):  # noqa: N818 - control flow, not an error
@@ -77,7 +82,20 @@ class Target:
             )
         self.embed_weight_VD: Tensor = model.get_input_embeddings().weight
         self.head_weight_VD: Tensor = head.weight
+        head.forward = self._head_product
         self._cache_argument = cache_argument(model)
+
+    def _head_product(self, hidden: Tensor) -> Tensor:
+        """Stand in for the head's own forward; what the model does to logits around it stays as it is.
+
+        With the tall matrix first, the few rows of a verify take a third to two thirds of the time on a CPU
+        (49,152 x 576 on one core, torch 2.13: 2 rows 21.6 to 5.6 ms, 4 rows 16.9 to 7.3, 8 rows 19.0 to 13.5;
+        1 and 16 rows gain nothing).
+        """
+        rows_RD = hidden.flatten(0, -2)
+        if hidden.device.type != "cpu" or not 2 <= len(rows_RD) <= FEW_ROWS:
+            return linear(hidden, self.head_weight_VD)
+        return (self.head_weight_VD @ rows_RD.T).T.reshape(*hidden.shape[:-1], -1)
 
     @property
     def device(self) -> torch.device:

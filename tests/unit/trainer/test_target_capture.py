@@ -220,3 +220,17 @@ def test_a_target_works_in_a_thread_that_did_not_load_it(target):
 
     assert torch.equal(here, there[0])
     assert not there[0].requires_grad
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9])
+def test_logits_of_few_rows_are_those_of_the_model(directory, target, rows):
+    reference = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    ids = random_ids(1, rows, seed=rows)
+    with torch.no_grad():
+        expected = reference(input_ids=ids, use_cache=False).logits[0]
+
+    logits, _ = target.step(ids, target.new_cache(), ())
+
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
