@@ -89,8 +89,8 @@ auto_revert = true
 ready_timeout_s = 1800
 ready_regex = ""
 progress_regex = ""
-liveness = { period_s = 5, timeout_s = 5, failure_threshold = 3, success_threshold = 1 }
-readiness = { period_s = 5, timeout_s = 5, failure_threshold = 3, success_threshold = 1 }
+liveness = { period_s = 5, timeout_s = 10, failure_threshold = 1, success_threshold = 1 }
+readiness = { period_s = 5, timeout_s = 10, failure_threshold = 1, success_threshold = 1 }
 
 [health.progress]
 factor = 5
@@ -138,7 +138,16 @@ ready_regex = "^step 1 "
 progress_regex = "^step ([0-9]+) "
 """
 
-_NOT_USED = "Accepted and checked, not used yet"
+_OF_PROBES = {
+    "period_s": "Look at least this often; looks closer together count as one. The shortest period of the "
+    "four probes holds for all, and none is longer than 5 s",
+    "timeout_s": "Time for the node to answer one look",
+    "failure_threshold": "Bad looks in a row before the answer turns",
+    "success_threshold": "Good looks in a row before it turns back",
+}
+"""What every probe takes; one that means something else by a key says so in `MEANINGS`."""
+
+_NOTHING_ASKED = "Nothing is asked of the node here: counts in the longest time until a failure shows only"
 
 MEANINGS: Mapping[str, str] = {
     "name": "Name of the run: lower case, digits, dot, dash, underscore, at most 64. A run keeps it",
@@ -223,7 +232,11 @@ MEANINGS: Mapping[str, str] = {
     "whatever this says",
     "health.quality.throughput_drop": "Drop of tokens/s against the running mean that counts as bad",
     "health.quality.action": "What a lasting drop does",
-    "health.quality.failure_threshold": "Low samples in a row before it counts",
+    "health.liveness.failure_threshold": "Absences in a row that end the attempt; each is proof by identity",
+    "health.readiness.failure_threshold": "Looks in a row beyond `ready_timeout_s`",
+    "health.progress.timeout_s": _NOTHING_ASKED,
+    "health.quality.timeout_s": _NOTHING_ASKED,
+    "health.quality.failure_threshold": "Low samples in a row before it counts; a NaN counts at once",
     "stop.signal": "Goes to the main process together with `control/stop.json`",
     "stop.grace_s": "Time to finish the step and save",
     "stop.extend_max_s": "Most that the trainer may have in all by asking for more",
@@ -234,9 +247,7 @@ MEANINGS: Mapping[str, str] = {
     "stop.gpu_free_bytes": "A GPU with at most this much in use counts as released",
     "stop.orphan_after_s": "Above 0: the shim stops the trainer after so long without contact",
 }
-"""What each key means; probes that nothing reads yet get their text from `_meaning`."""
-
-_PROBE_KEYS = ("period_s", "timeout_s", "failure_threshold", "success_threshold")
+"""What each key means; what all probes share has its text in `_OF_PROBES`."""
 
 _HEAD = """# Run file
 
@@ -269,8 +280,7 @@ def render_run_file_page() -> str:
     lines += ["## A program of the old kind", "", f"```toml\n{PROGRAM}```", ""]
     lines.append(
         "The trainer of this version takes one target device and one drafter device; others are refused at "
-        "its start\n(exit code 2). `[health.liveness]` and `[health.readiness]`, and of the other probes the "
-        "keys marked so above,\nare read and checked only: the daemon looks every 5 s while an attempt lives."
+        "its start\n(exit code 2)."
     )
     return "\n".join(lines).replace("\n\n\n", "\n\n").rstrip() + "\n"
 
@@ -296,8 +306,8 @@ def iter_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, F
 def _meaning(path: str) -> str:
     if path in MEANINGS:
         return MEANINGS[path]
-    if path.startswith("health.") and path.rpartition(".")[2] in _PROBE_KEYS:
-        return _NOT_USED
+    if path.startswith("health.") and path.rpartition(".")[2] in _OF_PROBES:
+        return _OF_PROBES[path.rpartition(".")[2]]
     raise KeyError(f"key of the run file without a meaning: {path}")
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from supervisor.domain.metrics import non_finite_names
-from supervisor.domain.policy import HealthPolicy, ProgressProbe, QualityProbe
+from supervisor.domain.policy import HealthPolicy, Probe, ProgressProbe, QualityProbe
 
 READY_PHASES = frozenset({"training", "evaluating", "checkpointing", "draining", "done"})
 """Phases of a trainer that has begun to train."""
@@ -26,6 +26,8 @@ PHASE_FLOORS_S: Mapping[str, float] = {"evaluating": 1800.0, "checkpointing": 90
 
 WINDOW = 20
 """Throughput samples that the running mean looks back on."""
+
+READY_TIMEOUT = "ReadyTimeout"
 
 _WATCHED_FIRST = ("train.loss", "train.grad_norm")
 
@@ -81,6 +83,52 @@ class QualityMemory:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeMemory:
+    """What one probe answers, and how many looks in a row have said otherwise."""
+
+    ok: bool | None = None
+    towards: bool | None = None
+    looks: int = 0
+    counted_s: float = 0.0
+    """When the last of them was counted; several looks within one period are one."""
+
+
+def settle(
+    memory: ProbeMemory, probe: Probe, verdict: Verdict, *, now_s: float
+) -> tuple[ProbeMemory, Verdict]:
+    """Let an answer turn only after as many looks in a row as the probe asks for.
+
+    Args:
+        memory: from the look before.
+        probe: its thresholds and period.
+        verdict: of this look; one that knows nothing is passed on and counts for nothing.
+        now_s: on the clock of the memory.
+    """
+    if verdict.ok is None:
+        return memory, verdict
+    if verdict.ok is memory.ok:
+        return ProbeMemory(ok=memory.ok), verdict
+    if verdict.ok is not memory.towards:
+        memory = ProbeMemory(ok=memory.ok, towards=verdict.ok)
+    if memory.looks == 0 or now_s - memory.counted_s >= probe.period_s:
+        memory = replace(memory, looks=memory.looks + 1, counted_s=now_s)
+    threshold = probe.success_threshold if verdict.ok else probe.failure_threshold
+    if memory.looks >= threshold:
+        return ProbeMemory(ok=verdict.ok), verdict
+    message = f"{verdict.message}; {memory.looks} of {threshold} looks in a row".removeprefix("; ")
+    return memory, Verdict(ok=memory.ok, reason=verdict.reason, message=message)
+
+
+def settle_readiness(
+    memory: ProbeMemory, probe: Probe, verdict: Verdict, *, now_s: float
+) -> tuple[ProbeMemory, Verdict]:
+    """As `settle`, where not being ready in time is no failure and only breaks a row of good looks."""
+    if verdict.ok is False and verdict.reason != READY_TIMEOUT:
+        return ProbeMemory(), verdict
+    return settle(memory, probe, verdict, now_s=now_s)
+
+
 def judge_liveness(*, alive: bool | None, shim_alive: bool | None) -> Verdict:
     """Does the identified process exist?"""
     if alive is None:
@@ -127,7 +175,7 @@ def judge_readiness(
     if running_s is not None and running_s > policy.ready_timeout_s:
         return Verdict(
             ok=False,
-            reason="ReadyTimeout",
+            reason=READY_TIMEOUT,
             message=f"not ready {running_s:.0f} s after its start, the limit is {policy.ready_timeout_s:g} s",
         )
     return Verdict(ok=False, reason="NotYet", message=f"phase is {phase or 'not known'}")

@@ -150,6 +150,20 @@ class Probe(Table):
         return self.period_s * self.failure_threshold + self.timeout_s
 
 
+class LivenessProbe(Probe):
+    """Does the identified process exist? Its absence is evidence, so one look is enough."""
+
+    timeout_s: PositiveSeconds = 10
+    failure_threshold: PositiveCount = 1
+
+
+class ReadinessProbe(Probe):
+    """Has training begun? Until `ready_timeout_s` not being ready is no failure."""
+
+    timeout_s: PositiveSeconds = 10
+    failure_threshold: PositiveCount = 1
+
+
 class ProgressProbe(Probe):
     """The step counter: a limit learnt from the run itself, never below `floor_s`."""
 
@@ -173,10 +187,15 @@ class HealthPolicy(Table):
     ready_timeout_s: PositiveSeconds = 1800
     ready_regex: str = ""
     progress_regex: str = ""
-    liveness: Probe = Probe()
-    readiness: Probe = Probe()
+    liveness: LivenessProbe = LivenessProbe()
+    readiness: ReadinessProbe = ReadinessProbe()
     progress: ProgressProbe = ProgressProbe()
     quality: QualityProbe = QualityProbe()
+
+    @property
+    def period_s(self) -> float:
+        """How often at least to look: all four probes are judged by the same look."""
+        return min(probe.period_s for probe in (self.liveness, self.readiness, self.progress, self.quality))
 
     @field_validator("ready_regex", "progress_regex")
     @classmethod

@@ -19,6 +19,14 @@ from supervisor.store.tables import Attempt, Run
 
 Condition = tuple[ConditionType, bool | None, str, str]
 
+_OF_THE_LIVING = (
+    ConditionType.SHIM_PRESENT,
+    ConditionType.PROGRESSING,
+    ConditionType.TELEMETRY_OK,
+    ConditionType.DISK_OK,
+)
+"""Nothing can be said about these once the attempt has ended; the last word on quality stays."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConditionView:
@@ -58,6 +66,8 @@ def run_conditions(view: ConditionView) -> Iterator[Condition]:
         yield _quality(view)
         yield _telemetry(view)
         yield _disk(view)
+    else:
+        yield from ((kind, None, "Ended", "") for kind in _OF_THE_LIVING)
     if view.attempt is not None and view.attempt.gpus and view.attempt.ended_at is not None:
         yield _gpu_clean(view)
 
@@ -114,6 +124,8 @@ def _quality(view: ConditionView) -> Condition:
 def _telemetry(view: ConditionView) -> Condition:
     kind = ConditionType.TELEMETRY_OK
     gpu = view.gpu_view
+    if view.spec.capabilities.nvml == "off":
+        return (kind, None, "Off", "the run file says nvml = off: its absence is no fault")
     if gpu is None:
         return (kind, None, "NoSampleYet", "")
     if gpu.sample.get("reason"):

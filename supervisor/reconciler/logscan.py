@@ -39,7 +39,11 @@ class LogScan:
         """
         for _ in range(PIECES_A_PASS):
             reply = await connection.request(
-                "tail", attempt_id=attempt_id, offset=self.offset, limit=PIECE_BYTES
+                "tail",
+                attempt_id=attempt_id,
+                offset=self.offset,
+                limit=PIECE_BYTES,
+                deadline_s=policy.readiness.timeout_s,
             )
             data = base64.b64decode(reply["data_b64"])
             if not data:

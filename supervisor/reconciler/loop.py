@@ -137,7 +137,10 @@ class RunLoop:
         start_at = snapshot.history.next_start_at
         if decision.reason == "Backoff" and start_at is not None:
             return (start_at - self._rt.clock.now()).total_seconds()
-        return SOON_S if decision.reason in _SOON else None
+        if decision.reason in _SOON:
+            return SOON_S
+        is_live = snapshot.attempt is not None and AttemptState(snapshot.attempt.state) in LIVE
+        return snapshot.spec.health.period_s if is_live else None
 
     async def _lease(self) -> bool:
         now_s = self._rt.clock.monotonic()

@@ -26,7 +26,7 @@ from supervisor.domain.facts import (
     ShimAnswer,
 )
 from supervisor.domain.metrics import read_metric
-from supervisor.domain.policy import QualityProbe
+from supervisor.domain.policy import Probe, QualityProbe
 from supervisor.domain.reports import clean_status
 from supervisor.domain.run import AttemptState, Reason
 from supervisor.domain.spec import RunSpec
@@ -37,7 +37,6 @@ from supervisor.store.tables import Attempt
 
 log = structlog.get_logger(__name__)
 
-STATUS_DEADLINE_S = 10.0
 DISK_PERIOD_S = 30.0
 _ASKED_STATES = frozenset(
     {
@@ -63,6 +62,8 @@ class AttemptMemory:
     metrics_t: float = 0.0
     """Time of the newest metrics line that was looked at."""
     non_finite: list[str] = field(default_factory=list)
+    probes: dict[str, health.ProbeMemory] = field(default_factory=dict)
+    """What each probe answers and how often in a row it was contradicted, by the probe's name."""
     disk_at_s: float | None = None
     is_disk_low: bool | None = None
 
@@ -71,6 +72,7 @@ class AttemptMemory:
 class HealthView:
     """The judgements of one pass, for decision and conditions alike."""
 
+    alive: health.Verdict
     ready: health.Verdict
     progress: health.Verdict
     quality: health.Verdict
@@ -103,7 +105,7 @@ class Look:
         return bool(self.reply.get("is_folder_gone"))
 
 
-async def look_at(connection: NodeConnection | None, attempt: Attempt) -> Look:
+async def look_at(connection: NodeConnection | None, attempt: Attempt, *, deadline_s: float) -> Look:
     """Ask the agent for an attempt that should have a folder in the node."""
     if connection is None or AttemptState(attempt.state) not in _ASKED_STATES:
         return Look()
@@ -113,7 +115,7 @@ async def look_at(connection: NodeConnection | None, attempt: Attempt) -> Look:
             attempt_id=attempt.id,
             identity=attempt.identity,
             shim=attempt.shim_identity,
-            deadline_s=STATUS_DEADLINE_S,
+            deadline_s=deadline_s,
         )
     except ShimError as error:
         if error.reason == "NoSuchAttempt":
@@ -154,9 +156,9 @@ async def observe(scene: Scene) -> Evidence:
     at = scene.clock.now()
     reachable = connection.reach.is_reachable if connection is not None else None
     if attempt is None:
-        nothing = HealthView(ready=NOT_KNOWN, progress=NOT_KNOWN, quality=NOT_KNOWN)
+        nothing = HealthView(alive=NOT_KNOWN, ready=NOT_KNOWN, progress=NOT_KNOWN, quality=NOT_KNOWN)
         return Evidence(observed=Observed(at=at, reachable=reachable), look=Look(), health=nothing)
-    look = await look_at(connection, attempt)
+    look = await look_at(connection, attempt, deadline_s=scene.spec.health.liveness.timeout_s)
     if look.answer is ShimAnswer.KNOWN:
         await _scan_log(scene, attempt)
         await _look_at_disk(scene, attempt, look)
@@ -169,7 +171,7 @@ async def observe(scene: Scene) -> Evidence:
         shim_answer=look.answer,
         shim_phase=look.state.get("phase"),
         shim_stop_id=(look.state.get("stop") or {}).get("id"),
-        alive=look.reply.get("alive"),
+        alive=judged.alive.ok,
         shim_alive=look.reply.get("shim_alive"),
         exit=exit_facts(look.exit),
         launch_error=_launch_error(attempt, look),
@@ -211,11 +213,11 @@ async def _look_at_disk(scene: Scene, attempt: Attempt, look: Look) -> None:
 
 
 async def _scan_log(scene: Scene, attempt: Attempt) -> None:
-    health = scene.spec.health
-    if not (health.ready_regex or health.progress_regex) or scene.connection is None:
+    policy = scene.spec.health
+    if not (policy.ready_regex or policy.progress_regex) or scene.connection is None:
         return
     try:
-        await scene.memory.scan.advance(scene.connection, attempt.id, health, scene.clock.monotonic())
+        await scene.memory.scan.advance(scene.connection, attempt.id, policy, scene.clock.monotonic())
     except (TransportError, ContainerError, ShimError) as error:
         log.info("log could not be searched", attempt=attempt.id, reason=error.reason)
 
@@ -312,6 +314,8 @@ def judge_health(
     state, memory, policy = AttemptState(attempt.state), scene.memory, scene.spec.health
     phase, step = status.get("phase"), _step_of(status, memory)
     now_s = scene.clock.monotonic()
+    seen = health.judge_liveness(alive=look.reply.get("alive"), shim_alive=look.reply.get("shim_alive"))
+    alive = _settled(memory, "liveness", policy.liveness, seen, now_s)
     ready = NOT_KNOWN
     if is_known and state is AttemptState.STARTED:
         ready = health.judge_readiness(
@@ -323,8 +327,11 @@ def judge_health(
             is_program=scene.spec.command.is_program,
             running_s=_age_s(attempt.started_at, scene.clock),
         )
+        memory.probes["readiness"], ready = health.settle_readiness(
+            memory.probes.get("readiness", health.ProbeMemory()), policy.readiness, ready, now_s=now_s
+        )
     if state is not AttemptState.READY:
-        return HealthView(ready=ready, progress=NOT_KNOWN, quality=NOT_KNOWN)
+        return HealthView(alive=alive, ready=ready, progress=NOT_KNOWN, quality=NOT_KNOWN)
     _learn(memory, view, step, phase, now_s, policy.quality)
     progress = NOT_KNOWN
     if is_known:
@@ -335,8 +342,20 @@ def judge_health(
             phase_age_s=_phase_age_s(status, scene.clock),
             now_s=now_s,
         )
+        progress = _settled(memory, "progress", policy.progress, progress, now_s)
     quality = health.judge_quality(memory.quality, policy.quality, non_finite=memory.non_finite)
-    return HealthView(ready=ready, progress=progress, quality=quality)
+    # Its failures were counted in samples already, and a NaN counts at once.
+    counted = policy.quality.model_copy(update={"failure_threshold": 1})
+    quality = _settled(memory, "quality", counted, quality, now_s)
+    return HealthView(alive=alive, ready=ready, progress=progress, quality=quality)
+
+
+def _settled(
+    memory: AttemptMemory, name: str, probe: Probe, verdict: health.Verdict, now_s: float
+) -> health.Verdict:
+    known = memory.probes.get(name, health.ProbeMemory())
+    memory.probes[name], settled = health.settle(known, probe, verdict, now_s=now_s)
+    return settled
 
 
 def _learn(

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from supervisor.domain.health import (
+    ProbeMemory,
     ProgressMemory,
     QualityMemory,
+    Verdict,
     find_non_finite,
     judge_liveness,
     judge_progress,
@@ -17,8 +19,10 @@ from supervisor.domain.health import (
     progress_limit_s,
     remember_step,
     remember_throughput,
+    settle,
+    settle_readiness,
 )
-from supervisor.domain.policy import HealthPolicy, ProgressProbe, QualityProbe
+from supervisor.domain.policy import HealthPolicy, Probe, ProgressProbe, QualityProbe
 
 PROBE = ProgressProbe()
 
@@ -151,4 +155,46 @@ def test_a_nan_counts_at_once_and_a_drop_after_several_samples() -> None:
 
 
 def test_worst_case_detection_time_is_shown() -> None:
-    assert HealthPolicy().liveness.worst_case_s == 20
+    assert HealthPolicy().liveness.worst_case_s == 15
+
+
+def looks(probe: Probe, answers: list[tuple[float, bool | None]], ready: bool = False) -> list[bool | None]:
+    turn, memory, shown = settle_readiness if ready else settle, ProbeMemory(), []
+    for now_s, ok in answers:
+        memory, verdict = turn(memory, probe, Verdict(ok=ok, reason="R"), now_s=now_s)
+        shown.append(verdict.ok)
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("answers", "shown"),
+    [
+        ([(0, True), (5, False), (10, False), (15, False)], [True, True, True, False]),
+        ([(0, True), (5, False), (10, True), (15, False), (20, False)], [True, True, True, True, True]),
+        ([(0, True), (5, False), (6, False), (7, False), (8, False)], [True, True, True, True, True]),
+        ([(0, True), (5, False), (10, None), (15, False), (20, False)], [True, True, None, True, False]),
+        ([(0, False), (5, True), (10, False), (15, False)], [None, True, True, True]),
+    ],
+    ids=["three in a row", "a good look breaks the row", "one period", "unknown counts nothing", "at first"],
+)
+def test_an_answer_turns_after_so_many_looks_in_a_row(answers: Any, shown: Any) -> None:
+    assert looks(Probe(), answers) == shown
+
+
+def test_success_may_need_a_row_of_looks_too() -> None:
+    assert looks(Probe(success_threshold=2, failure_threshold=1), [(0, False), (5, True), (10, True)]) == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_not_being_ready_yet_is_shown_and_breaks_a_row_of_good_looks() -> None:
+    probe = Probe(success_threshold=2)
+    answers: list[tuple[float, bool | None]] = [(0, False), (5, True), (10, False), (15, True), (20, True)]
+
+    assert looks(probe, answers, ready=True) == [False, None, False, None, True]
+
+
+def test_the_shortest_period_decides_how_often_is_looked() -> None:
+    assert HealthPolicy.model_validate({"quality": {"period_s": 1}}).period_s == 1

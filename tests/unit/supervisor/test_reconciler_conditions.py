@@ -19,7 +19,7 @@ from supervisor.store.tables import Attempt, Run
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 SPEC = parse_run_dict({"name": "r", "node": "n", "command": {"args": []}})
-NO_HEALTH = HealthView(ready=NOT_KNOWN, progress=NOT_KNOWN, quality=NOT_KNOWN)
+NO_HEALTH = HealthView(alive=NOT_KNOWN, ready=NOT_KNOWN, progress=NOT_KNOWN, quality=NOT_KNOWN)
 
 
 def make_attempt(state: str, **fields: Any) -> Attempt:
@@ -91,12 +91,30 @@ def test_gpu_telemetry_is_on_off_with_a_reason_or_not_known(
     assert conditions(gpu_view=GpuView(sample, received_s))[ConditionType.TELEMETRY_OK] == expected
 
 
+def test_telemetry_that_the_run_turned_off_is_no_alarm() -> None:
+    spec = parse_run_dict(
+        {"name": "r", "node": "n", "command": {"args": []}, "capabilities": {"nvml": "off"}}
+    )
+    missing = GpuView({"reason": "MissingDependency", "message": "no pynvml"}, 99.0)
+
+    assert conditions(spec=spec, gpu_view=missing)[ConditionType.TELEMETRY_OK] == (None, "Off")
+
+
+def test_an_ended_attempt_neither_progresses_nor_is_watched() -> None:
+    found = conditions(attempt=make_attempt("failed", ended_at=NOW))
+
+    for kind in ("PROGRESSING", "SHIM_PRESENT", "TELEMETRY_OK", "DISK_OK"):
+        assert found[ConditionType[kind]] == (None, "Ended")
+    assert ConditionType.QUALITY_OK not in found
+
+
 def test_no_sample_at_all_is_not_known() -> None:
     assert conditions()[ConditionType.TELEMETRY_OK] == (None, "NoSampleYet")
 
 
 def test_judgements_of_health_are_shown_as_they_are() -> None:
     health = HealthView(
+        alive=NOT_KNOWN,
         ready=NOT_KNOWN,
         progress=Verdict(ok=False, reason="Stalled", message="step 4 for 99 s"),
         quality=Verdict(ok=False, reason="NonFinite", message="train.loss is not finite"),
