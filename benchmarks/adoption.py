@@ -12,7 +12,7 @@ from benchmarks.tables import Figure, Ratio, Table
 from supervisor.client import Json
 from tests.support.daemon import live_processes
 
-RUNS = 50
+RUNS = 20
 ROUNDS = 3
 FLEET_LIMIT_S = 150.0
 PREFIX = "fleet-"
@@ -26,7 +26,11 @@ def start_fleet(bed: Bed, root: Path) -> float:
     begin = time.perf_counter()
     for name in names:
         bed.client.post(f"/v1/runs/{name}/start", {})
-    bed.until(lambda: _are_ready(_fleet(bed)), "all runs to be ready", every_s=1.0, limit_s=FLEET_LIMIT_S)
+    try:
+        bed.until(lambda: _are_ready(_fleet(bed)), "all runs to be ready", every_s=1.0, limit_s=FLEET_LIMIT_S)
+    except BenchmarkError as error:
+        waiting = [_told(run) for run in _fleet(bed) if not _are_ready([run])]
+        raise BenchmarkError(f"{error}: {'; '.join(waiting)}") from error
     return time.perf_counter() - begin
 
 
@@ -69,6 +73,17 @@ def stop_fleet(bed: Bed) -> None:
 def _fleet(bed: Bed) -> list[Json]:
     runs = bed.client.list_all("/v1/runs", limit=200)
     return [run for run in runs if str(run["name"]).startswith(PREFIX)]
+
+
+def _told(run: Json) -> str:
+    attempt = run.get("attempt") or {}
+    words = (
+        run["name"],
+        run["phase"],
+        "attempt",
+        *(attempt.get(key) for key in ("number", "state", "message")),
+    )
+    return " ".join(str(word) for word in words)
 
 
 def _are_ready(fleet: list[Json]) -> bool:
