@@ -238,6 +238,14 @@ class AttemptView(View):
     preflight: list[Json] | None = None
 
 
+class GpuHistory(View):
+    """Samples of all GPUs, thinned out; names are `<index>.<field>`, a value that was missing is null."""
+
+    names: list[str]
+    points: list[Json]
+    is_thinned: bool
+
+
 class TelemetryView(View):
     """Newest GPU sample of a node with its age; no GPUs come with a reason."""
 
@@ -248,6 +256,7 @@ class TelemetryView(View):
     gpus: list[Json]
     reason: str | None = None
     message: str | None = None
+    history: GpuHistory | None = None
 
 
 class Hold(View):
@@ -483,6 +492,7 @@ class ExplainView(View):
     conditions: list[Condition]
     attempts: list[Json]
     events: list[EventView]
+    detects_within_s: Json
 
 
 class MetricsView(View):

@@ -197,6 +197,15 @@ class HealthPolicy(Table):
         """How often at least to look: all four probes are judged by the same look."""
         return min(probe.period_s for probe in (self.liveness, self.readiness, self.progress, self.quality))
 
+    def detects_within_s(self) -> dict[str, float]:
+        """Longest time until each layer reports a failure, while the node answers."""
+        return {
+            "liveness": self.liveness.worst_case_s,
+            "readiness": self.ready_timeout_s + self.readiness.worst_case_s,
+            "progress": self.progress.floor_s + self.progress.worst_case_s,
+            "quality": self.quality.worst_case_s,
+        }
+
     @field_validator("ready_regex", "progress_regex")
     @classmethod
     def _regex(cls, value: str) -> str:

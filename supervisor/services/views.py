@@ -353,6 +353,7 @@ def explain_view(session: Session, run: Run, clock: Clock | None = None) -> dict
             for attempt in history.attempts[:10]
         ],
         "events": [event_view(found) for found in list_events(session, run_id=run.id, limit=20)],
+        "detects_within_s": spec_of(run).health.detects_within_s(),
     }
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Response
+from fastapi import APIRouter, Path, Query, Response
 from sqlmodel import Session
 
 from supervisor.api import schemas
 from supervisor.api.conditional import IfMatch, check_if_match, tagged
 from supervisor.api.deps import Cursor, DryRun, Limit, State
+from supervisor.api.errors import HttpError
 from supervisor.api.hostkeys import HostKey, pinned_key, scan
 from supervisor.api.paging import page_of
 from supervisor.api.writes import PLANNED, Reply, WriteDep, accepted, rehearse, to_response
@@ -152,11 +153,28 @@ async def deploy(
 
 
 @router.get("/{node}/telemetry", response_model=schemas.TelemetryView)
-async def get_telemetry(node: NodeName, state: State) -> Any:
-    """Newest GPU sample with its age; without GPUs the reason why."""
-    return await state.store.read(
-        lambda session: telemetry.gpu_snapshot(session, nodes.get_node(session, node))
-    )
+async def get_telemetry(
+    node: NodeName,
+    state: State,
+    since: Annotated[
+        float | None, Query(allow_inf_nan=False, description="Epoch seconds: the history from there on.")
+    ] = None,
+    until: Annotated[float | None, Query(allow_inf_nan=False, description="Epoch seconds.")] = None,
+    points: Annotated[int, Query(ge=1, le=5000, description="At most so many points of history.")] = 500,
+) -> Any:
+    """Newest GPU sample with its age, or why there is none; with `since` or `until` the history too."""
+    if since is not None and until is not None and since > until:
+        raise HttpError(422, "since is later than until")
+
+    def read(session: Session) -> Any:
+        found = nodes.get_node(session, node)
+        snapshot = telemetry.gpu_snapshot(session, found)
+        if since is None and until is None:
+            return snapshot
+        history = telemetry.gpu_history(session, found, since=since, until=until, points=points)
+        return {**snapshot, "history": history}
+
+    return await state.store.read(read)
 
 
 @router.get("/{node}/releases", response_model=schemas.Page[schemas.DeploymentView])

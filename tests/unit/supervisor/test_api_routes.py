@@ -414,6 +414,22 @@ def test_gpus_that_were_never_seen_are_unavailable_with_a_reason(api, client):
     assert (body["gpus"], body["status"], body["reason"]) == ([], "unavailable", "NoSample")
 
 
+def test_the_history_of_gpus_comes_when_asked_for_with_its_gaps(api, client):
+    node = seed_node(api.state)
+
+    def seed(session):
+        for t, gpus in ((1.0, [{"index": 0, "util_ratio": 0.5}]), (2.0, []), (9.0, [])):
+            telemetry.append_gpu_sample(session, node_id=node.id, sample={"t": t, "gpus": gpus})
+
+    api.state.store.write_sync(seed)
+    newest = client.get("/v1/nodes/local/telemetry").json()
+    history = client.get("/v1/nodes/local/telemetry", params={"since": 0, "until": 5}).json()["history"]
+
+    assert newest["history"] is None
+    assert [point["values"]["0.util_ratio"] for point in history["points"]] == [0.5, None]
+    assert client.get("/v1/nodes/local/telemetry", params={"since": 5, "until": 0}).status_code == 422
+
+
 def test_prometheus_leaves_out_what_is_not_known(api, client):
     node = seed_node(api.state)
     seed_run(api.state)

@@ -196,5 +196,11 @@ def test_not_being_ready_yet_is_shown_and_breaks_a_row_of_good_looks() -> None:
     assert looks(probe, answers, ready=True) == [False, None, False, None, True]
 
 
+def test_the_longest_time_until_a_failure_shows_is_known() -> None:
+    found = HealthPolicy.model_validate({"ready_timeout_s": 100, "progress": {"floor_s": 30}})
+
+    assert found.detects_within_s() == {"liveness": 15, "readiness": 115, "progress": 40, "quality": 20}
+
+
 def test_the_shortest_period_decides_how_often_is_looked() -> None:
     assert HealthPolicy.model_validate({"quality": {"period_s": 1}}).period_s == 1
