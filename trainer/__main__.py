@@ -1,8 +1,8 @@
 """The command line of the trainer: `dflash-train` and `python -m trainer`.
 
-Parses flags, calls one command, maps errors to exit codes. `train` imports torch only after its settings are
-checked, so that help and mistakes answer at once; the other commands bring it with their module. Must not
-hold any logic of a command.
+Parses flags, calls one command, maps errors to exit codes. A command's module, and torch with it, is imported
+only after the flags were read, so that help and mistakes answer at once. Must not hold any logic of a
+command.
 
 Exit codes: 0 finished, 9 stopped on request, others by class of error (see `trainer.errors`).
 """
@@ -18,6 +18,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from trainer.arguments import (
+    add_eval_arguments,
+    add_export_arguments,
+    add_generate_arguments,
+    add_prepare_arguments,
+)
 from trainer.config import SECTIONS
 from trainer.errors import ConfigError, TrainerError
 from trainer.flags import FLAGS, Flag, resolve, set_allocator_defaults
@@ -28,13 +34,21 @@ from trainer.lifecycle.signals import leave_on_stop_signals
 _LOG = logging.getLogger("trainer")
 
 COMMANDS = {
-    "train": ("train a drafter", ""),
-    "prepare": ("turn chats into tokenized, loss-masked training data", "trainer.data.prepare"),
-    "generate": ("let the target itself complete prompts", "trainer.data.generate"),
-    "eval": ("measure acceptance length by real speculative decoding", "trainer.eval.command"),
-    "export": ("write or check an exported drafter", "trainer.eval.export_command"),
+    "train": "train a drafter",
+    "prepare": "turn chats into tokenized, loss-masked training data",
+    "generate": "let the target itself complete prompts",
+    "eval": "measure acceptance length by real speculative decoding",
+    "export": "write or check an exported drafter",
 }
-"""Each command: what it does, and the module whose `add_arguments` and `run_<command>` carry it out."""
+"""Each command and what it does."""
+
+_MODULES = {
+    "prepare": (add_prepare_arguments, "trainer.data.prepare"),
+    "generate": (add_generate_arguments, "trainer.data.generate"),
+    "eval": (add_eval_arguments, "trainer.eval.command"),
+    "export": (add_export_arguments, "trainer.eval.export_command"),
+}
+"""Where a command's flags are defined, and the module whose `run_<command>` carries it out."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -60,6 +74,14 @@ def _run_guarded(words: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the process boundary: everything gets an exit code and a line
         _LOG.exception("unexpected error")
         return _fail(translate(error))
+
+
+def build_parser(command: str) -> argparse.ArgumentParser:
+    """Return the parser of a command other than `train`."""
+    parser = _Parser(prog=f"dflash-train {command}", allow_abbrev=False, description=COMMANDS[command])
+    add_arguments, _ = _MODULES[command]
+    add_arguments(parser)
+    return parser
 
 
 def build_train_parser() -> argparse.ArgumentParser:
@@ -95,10 +117,8 @@ def _run(words: list[str]) -> int:
         raise ConfigError(f"unknown command: {command}; choose one of {', '.join(COMMANDS)}")
     if command == "train":
         return _train(words[1:])
-    parser = _Parser(prog=f"dflash-train {command}", allow_abbrev=False, description=COMMANDS[command][0])
-    module = importlib.import_module(COMMANDS[command][1])
-    module.add_arguments(parser)
-    code: int = getattr(module, f"run_{command}")(parser.parse_args(words[1:]))
+    arguments = build_parser(command).parse_args(words[1:])
+    code: int = getattr(importlib.import_module(_MODULES[command][1]), f"run_{command}")(arguments)
     return code
 
 
@@ -134,7 +154,7 @@ def _help_of(flag: Flag) -> str:
 
 def _usage() -> str:
     lines = ["usage: dflash-train COMMAND [flags]", ""]
-    lines += [f"  {name:<10} {text}" for name, (text, _) in COMMANDS.items()]
+    lines += [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
     lines += [
         "",
         "examples:",

@@ -36,7 +36,8 @@ def setting(
 def _check_value(where: str, value: Any, meta: Mapping[str, Any]) -> None:
     """Hold one value against its declared range; text is only held against `choices`."""
     if meta["choices"] and value not in meta["choices"]:
-        raise ConfigError(f"{where} must be one of {', '.join(meta['choices'])}: {value!r}")
+        choices = ", ".join(choice or '""' for choice in meta["choices"])
+        raise ConfigError(f"{where} must be one of {choices}: {value!r}")
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     if not math.isfinite(value):

@@ -5,9 +5,7 @@ Pages are found in the working tree, so a page that is not committed yet is held
 
 from __future__ import annotations
 
-import argparse
 import ast
-import importlib
 import json
 import logging
 import re
@@ -28,7 +26,7 @@ from supervisor.domain.toml_lines import locate_keys
 from tests.support.reference import list_commands
 from tests.support.tiny_drafter import talkative_target
 from trainer.__main__ import COMMANDS as TRAINER_COMMANDS
-from trainer.__main__ import build_train_parser, main
+from trainer.__main__ import build_parser, build_train_parser, main
 from trainer.flags import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -207,11 +205,7 @@ def unknown_options(words: list[str], known: set[str]) -> list[str]:
 def trainer_options(command: str) -> set[str] | None:
     if command not in TRAINER_COMMANDS:
         return None
-    if command == "train":
-        parser = build_train_parser()
-    else:
-        parser = argparse.ArgumentParser()
-        importlib.import_module(TRAINER_COMMANDS[command][1]).add_arguments(parser)
+    parser = build_train_parser() if command == "train" else build_parser(command)
     return {option for action in parser._actions for option in action.option_strings}
 
 

@@ -1,6 +1,8 @@
 """The files by which a trainer is watched: `status.json`, `metrics.ndjson` and the checkpoint manifest."""
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -184,3 +186,20 @@ def test_status_is_replaced_whole(run):
     names = {entry.name for entry in (run[0] / "attempt").iterdir()}
 
     assert names == {"config.json", "control", "metrics.ndjson", "startup.json", "status.json"}
+
+
+@pytest.mark.parametrize("command", ["train", "prepare", "generate", "eval", "export"])
+def test_help_and_wrong_flags_need_no_torch(command):
+    program = (
+        "import sys; from trainer.__main__ import main\n"
+        "try: main([sys.argv[1], '--help'])\n"
+        "except SystemExit: pass\n"
+        "code = main([sys.argv[1], '--no-such-flag'])\n"
+        "sys.exit(code if 'torch' not in sys.modules and 'pyarrow' not in sys.modules else 99)"
+    )
+
+    result = subprocess.run([sys.executable, "-c", program, command], capture_output=True, text=True)
+
+    assert result.returncode == 2, result.stderr
+    assert "usage: dflash-train" in result.stdout
+    assert f"ConfigError: dflash-train {command}: " in result.stdout + result.stderr

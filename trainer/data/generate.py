@@ -51,18 +51,6 @@ class EncodedPrompt:
     input_ids: list[int]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of `generate`."""
-    add = parser.add_argument
-    add("--target-model", type=Path, required=True, metavar="DIR", help="target model directory")
-    add("--prompts", type=Path, required=True, metavar="FILE", help="prompts, JSONL")
-    add("--output", type=Path, required=True, metavar="FILE", help="chat JSONL; continued if it exists")
-    add("--max-new-tokens", type=int, default=512, metavar="N", help="longest completion (%(default)s)")
-    add("--batch-size", type=int, default=32, metavar="B", help="prompts at once (%(default)s)")
-    add("--device", default="cpu", help="cpu, cuda or cuda:N (%(default)s)")
-    add("--dtype", choices=sorted(DTYPES), default="float32", help="of weights (%(default)s)")
-
-
 def run_generate(args: argparse.Namespace) -> int:
     """Carry out `generate`; returns the exit code.
 
@@ -209,9 +197,15 @@ def _settings(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
 @contextmanager
 def _locked_output(output: Path, settings: dict[str, Any]) -> Iterator[TextIO]:
     """Open the output for appending, alone, after a check that it was made with the same settings."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     record = output.with_name(output.name + ".settings.json")
-    with output.open("a", encoding="utf-8") as stream:
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        opened = output.open("a", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--output cannot be written: {output} ({error.strerror or error}); name a file"
+        ) from error
+    with opened as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -107,22 +107,6 @@ class PreparedRow:
     unsupervised_turns: int
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of `prepare`."""
-    add = parser.add_argument
-    add("--target-model", type=Path, required=True, metavar="DIR", help="for its tokenizer and chat template")
-    add("--input", type=Path, required=True, metavar="FILE", help="chats, JSONL or Parquet with `messages`")
-    add("--output", type=Path, required=True, metavar="DIR", help="folder for train.parquet and report.json")
-    add("--max-seq-len", type=int, default=8192, metavar="N", help="cut chats behind N tokens (%(default)s)")
-    add(
-        "--held-out-ratio",
-        type=float,
-        default=0.0,
-        metavar="R",
-        help="share kept apart by hash (%(default)s)",
-    )
-
-
 def run_prepare(args: argparse.Namespace) -> int:
     """Carry out `prepare`; returns the exit code.
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from trainer.arguments import DEFAULT_MAX_NEW_TOKENS
 from trainer.data.chat import encode_prompt
 from trainer.data.prompts import Prompt, read_prompts
 from trainer.drafter.exported import load_drafter
@@ -30,29 +31,10 @@ from trainer.target.loader import load_target
 
 _LOG = logging.getLogger(__name__)
 
-DEFAULT_MAX_NEW_TOKENS = 128
 COMPARED_PROMPTS = 8
 """Prompts that are also decoded plainly: the slow half of the measurement, and a ratio needs no more."""
 
 _WARM_UP_TOKENS = 4
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the flags of `eval`."""
-    add = parser.add_argument
-    add("--target-model", required=True, type=Path, metavar="DIR", help="the target, with its tokenizer")
-    add("--drafter", required=True, type=Path, metavar="DIR", help="an exported drafter")
-    add("--prompts", required=True, type=Path, metavar="FILE.jsonl", help="held-out prompts")
-    add(
-        "--max-new-tokens",
-        type=int,
-        default=DEFAULT_MAX_NEW_TOKENS,
-        metavar="N",
-        help=f"length limit per prompt (default {DEFAULT_MAX_NEW_TOKENS})",
-    )
-    add("--block-size", type=int, metavar="B", help="positions per block (default: the drafter's own)")
-    add("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
-    add("--json", type=Path, metavar="FILE", help="write the full record there")
 
 
 def run_eval(args: argparse.Namespace) -> int:

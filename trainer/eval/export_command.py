@@ -16,15 +16,6 @@ from trainer.drafter.exported import load_drafter
 from trainer.errors import EXIT_FINISHED, CheckpointError, ConfigError
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the flags of `export`."""
-    add = parser.add_argument
-    add("--drafter", required=True, type=Path, metavar="DIR", help="an exported drafter (export/step-*)")
-    add("--check", action="store_true", help="only verify that serving engines will load it as trained")
-    add("--output", type=Path, metavar="DIR", help="write it there, with every key that some engine reads")
-    add("--overwrite", action="store_true", help="replace an existing --output")
-
-
 def run_export(args: argparse.Namespace) -> int:
     """Run the `export` command; one line per directory that passed goes to standard output.
 

@@ -21,7 +21,8 @@ def read_vocab_size(directory: Path) -> int:
         return int(raw.get("vocab_size") or raw["text_config"]["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"--target-model has a config.json without vocab_size: {directory} ({type(error).__name__})"
+            f"--target-model has a config.json that names no vocab_size: {directory} "
+            f"({type(error).__name__}: {error}); name the folder of a language model"
         ) from error
 
 

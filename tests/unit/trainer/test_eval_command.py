@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.support.tiny_drafter import make_drafter, talkative_target
+from trainer.arguments import add_eval_arguments
 from trainer.checkpoint.export import export_drafter
 from trainer.errors import CheckpointError, ConfigError, DataError
-from trainer.eval.command import add_arguments, evaluate, run_eval
+from trainer.eval.command import evaluate, run_eval
 from trainer.eval.report import MeasuredPrompt, build_report, render_table
 from trainer.eval.speculative import SpeculativeResult
 
@@ -107,7 +108,7 @@ def inputs(tmp_path: Path) -> dict[str, Path]:
 
 def test_eval_measures_all_prompts_and_writes_record_and_table(inputs, tmp_path, capsys) -> None:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_eval_arguments(parser)
     record = tmp_path / "out" / "eval.json"
     words = [f"--{name.replace('_', '-')}={path}" for name, path in inputs.items()]
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny_drafter import make_drafter
+from trainer.arguments import add_export_arguments
 from trainer.checkpoint.export import check_export, export_drafter
 from trainer.errors import CheckpointError, ConfigError
-from trainer.eval.export_command import add_arguments, run_export
+from trainer.eval.export_command import run_export
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def exported(tmp_path: Path) -> Path:
 
 def _run(*words: str | Path) -> int:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_export_arguments(parser)
     return run_export(parser.parse_args([str(word) for word in words]))
 
 

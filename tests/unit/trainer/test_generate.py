@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.support.tiny import END_ID, VOCAB, tiny_target
+from trainer.arguments import add_generate_arguments, add_prepare_arguments
 from trainer.data import generate as generate_module
 from trainer.data.corpus import Corpus
-from trainer.data.generate import add_arguments, complete_batch, run_generate
-from trainer.data.prepare import add_arguments as add_prepare_arguments
+from trainer.data.generate import complete_batch, run_generate
 from trainer.data.prepare import run_prepare
 from trainer.data.pretrained import load_causal_lm
 from trainer.errors import ConfigError, DataError
@@ -38,7 +38,7 @@ def write_prompts(folder, rows=None):
 
 def run(model_dir, folder, *extra: str) -> list[dict]:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_generate_arguments(parser)
     files = ["--prompts", str(folder / "prompts.jsonl"), "--output", str(folder / "out.jsonl")]
     flags = ["--target-model", str(model_dir), *files, "--max-new-tokens", "6", "--batch-size", "3", *extra]
     assert run_generate(parser.parse_args(flags)) == 0
@@ -209,3 +209,14 @@ def test_prepare_reads_what_generate_wrote_token_by_token(model_dir, tmp_path):
     corpus = Corpus.open(tmp_path / "data", max_seq_len=512, vocab_size=VOCAB)
     spoken = [sample.input_ids_T[sample.loss_mask_T].tolist() for sample in corpus]
     assert spoken == [row["completion_ids"] for row in rows if len(row["completion_ids"]) > 1]
+
+
+def test_output_that_is_no_file_is_one_clear_error(model_dir, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hello"}\n')
+    parser = argparse.ArgumentParser()
+    add_generate_arguments(parser)
+    words = ["--target-model", str(model_dir), "--prompts", str(prompts), "--output", str(tmp_path)]
+
+    with pytest.raises(ConfigError, match=r"--output cannot be written.*Is a directory"):
+        run_generate(parser.parse_args(words))

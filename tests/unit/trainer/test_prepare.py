@@ -10,9 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.tiny import END_ID, tiny_target, tiny_tokenizer
+from trainer.arguments import add_prepare_arguments
 from trainer.data.chat import encode_chat, encode_prompt
 from trainer.data.corpus import Corpus
-from trainer.data.prepare import DROP_REASONS, add_arguments, run_prepare
+from trainer.data.prepare import DROP_REASONS, run_prepare
 from trainer.data.prompts import read_prompts
 from trainer.errors import ConfigError, DataError
 
@@ -32,7 +33,7 @@ def prepare(model_dir, folder, rows, *extra: str) -> dict:
     source = folder / "chats.jsonl"
     source.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_prepare_arguments(parser)
     arguments = [
         "--target-model",
         str(model_dir),
@@ -206,7 +207,7 @@ def test_held_out_rows_stand_apart_and_do_not_depend_on_the_answers(model_dir, t
 def test_parquet_chats_are_read_too(model_dir, tmp_path):
     pq.write_table(pa.Table.from_pylist([GOOD]), tmp_path / "chats.parquet")
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_prepare_arguments(parser)
 
     run_prepare(
         parser.parse_args(
@@ -275,7 +276,7 @@ def test_a_target_without_a_tokenizer_or_template_is_refused(tmp_path):
 
 def test_a_missing_input_is_refused(model_dir, tmp_path):
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_prepare_arguments(parser)
     arguments = [
         "--target-model",
         str(model_dir),

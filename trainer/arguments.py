@@ -1,0 +1,71 @@
+"""The flags of `prepare`, `generate`, `eval` and `export`.
+
+Called by `trainer.__main__` before it imports a command's own module, so that help and mistakes answer at
+once although those modules bring torch. Must not import anything heavy, nor check a value: that is the
+command's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+DEFAULT_MAX_NEW_TOKENS = 128
+"""Length limit of `eval`, per prompt."""
+DTYPE_NAMES = ("bfloat16", "float32")
+"""What `generate` can load weights as."""
+
+
+def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags of `prepare`."""
+    add = parser.add_argument
+    add("--target-model", type=Path, required=True, metavar="DIR", help="for its tokenizer and chat template")
+    add("--input", type=Path, required=True, metavar="FILE", help="chats, JSONL or Parquet with `messages`")
+    add("--output", type=Path, required=True, metavar="DIR", help="folder for train.parquet and report.json")
+    add("--max-seq-len", type=int, default=8192, metavar="N", help="cut chats behind N tokens (%(default)s)")
+    add(
+        "--held-out-ratio",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="share kept apart by hash (%(default)s)",
+    )
+
+
+def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags of `generate`."""
+    add = parser.add_argument
+    add("--target-model", type=Path, required=True, metavar="DIR", help="target model directory")
+    add("--prompts", type=Path, required=True, metavar="FILE", help="prompts, JSONL")
+    add("--output", type=Path, required=True, metavar="FILE", help="chat JSONL; continued if it exists")
+    add("--max-new-tokens", type=int, default=512, metavar="N", help="longest completion (%(default)s)")
+    add("--batch-size", type=int, default=32, metavar="B", help="prompts at once (%(default)s)")
+    add("--device", default="cpu", help="cpu, cuda or cuda:N (%(default)s)")
+    add("--dtype", choices=DTYPE_NAMES, default="float32", help="of weights (%(default)s)")
+
+
+def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags of `eval`."""
+    add = parser.add_argument
+    add("--target-model", required=True, type=Path, metavar="DIR", help="the target, with its tokenizer")
+    add("--drafter", required=True, type=Path, metavar="DIR", help="an exported drafter")
+    add("--prompts", required=True, type=Path, metavar="FILE.jsonl", help="held-out prompts")
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=DEFAULT_MAX_NEW_TOKENS,
+        metavar="N",
+        help=f"length limit per prompt (default {DEFAULT_MAX_NEW_TOKENS})",
+    )
+    add("--block-size", type=int, metavar="B", help="positions per block (default: the drafter's own)")
+    add("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
+    add("--json", type=Path, metavar="FILE", help="write the full record there")
+
+
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags of `export`."""
+    add = parser.add_argument
+    add("--drafter", required=True, type=Path, metavar="DIR", help="an exported drafter (export/step-*)")
+    add("--check", action="store_true", help="only verify that serving engines will load it as trained")
+    add("--output", type=Path, metavar="DIR", help="write it there, with every key that some engine reads")
+    add("--overwrite", action="store_true", help="replace an existing --output")
