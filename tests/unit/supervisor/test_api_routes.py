@@ -199,7 +199,9 @@ def test_a_run_keeps_its_name(api, client):
     assert response.status_code == 422
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b'"x"', b"\xff"], ids=["open", "list", "text", "bytes"])
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b'"x"', b"\xff", b"[" * 100_000], ids=["open", "list", "text", "bytes", "deep"]
+)
 def test_bodies_that_are_no_object_are_refused(client, content):
     headers = {"Content-Type": "application/json"}
 
