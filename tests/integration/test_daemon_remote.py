@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlmodel import Session
 
 from supervisor.store.queries import find_node, find_run
 from tests.support.daemon import ACTOR, RunningDaemon, make_lock, make_spec, running_daemon
@@ -128,6 +129,35 @@ async def test_a_stopped_container_loses_the_attempt_and_a_started_one_gets_the_
     assert len(waiting) == 1
     assert second.trigger in {"host", "failure"}
     assert second.log_path == "/workspace/train_toy2.log"
+
+
+async def test_a_run_declared_lost_waits_for_its_node_and_a_living_first_copy_keeps_the_second_away(
+    daemon: RunningDaemon, pct_host: PctHost
+) -> None:
+    await start(daemon)
+    pct_host.link.refuse()
+    pct_host.link.cut()
+    await node_condition(daemon, "unknown")
+
+    declared = await daemon.declare_lost(reason="the machine burnt")
+    started = await daemon.start(wait=False)
+    await daemon.until(lambda s: decision_of(s) == "HostNotSeen", "the start to wait for its node")
+    meanwhile = await daemon.attempts()
+    pct_host.link.accept()
+    ended = await daemon.finished(started.id)
+
+    assert declared.status == "done", declared.error
+    assert [(item.state, item.reason) for item in meanwhile] == [("lost", "DeclaredLost")]
+    assert ended.status == "failed"
+    assert f"in use by attempt {meanwhile[0].id}" in ended.error["message"]
+    assert [item.state for item in await daemon.attempts()] == ["lost", "launch_failed"]
+    await daemon.stop()
+
+
+def decision_of(session: Session) -> str | None:
+    """Reason of the newest decision about the run."""
+    run = find_run(session, "toy")
+    return (run.last_decision or {}).get("reason") if run is not None else None
 
 
 async def test_a_changed_host_key_stops_all_traffic_and_no_run(

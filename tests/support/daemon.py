@@ -127,6 +127,12 @@ class RunningDaemon:
             name, lambda session, run: runs.request_restart(session, run, actor=ACTOR, **fields), wait
         )
 
+    async def declare_lost(self, name: str = "toy", **fields: Any) -> Operation:
+        """Declare the live attempt lost."""
+        return await self._request(
+            name, lambda session, run: runs.request_declare_lost(session, run, actor=ACTOR, **fields), True
+        )
+
     async def _request(
         self, name: str, request: Callable[[Session, Run], Operation], wait: bool
     ) -> Operation:
