@@ -51,6 +51,7 @@ def _take_in(session: Session, connection: NodeConnection, entries: list[dict[st
             _tell_orphan(session, connection, entry)
         elif AttemptState(attempt.state) not in LIVE:
             _late(session, attempt, entry)
+            _tell_survivor(session, connection, attempt, entry)
 
 
 def _late(session: Session, attempt: Attempt, entry: Mapping[str, Any]) -> None:
@@ -59,13 +60,40 @@ def _late(session: Session, attempt: Attempt, entry: Mapping[str, Any]) -> None:
         add_late_evidence(session, attempt, entry["exit"])
 
 
+def _tell_survivor(
+    session: Session, connection: NodeConnection, attempt: Attempt, entry: Mapping[str, Any]
+) -> None:
+    """A process whose attempt was given up and which lives after all: it is told, and left alone."""
+    if attempt.state != AttemptState.LOST or not entry.get("alive"):
+        return
+    if _is_told(session, "SurvivorFound", attempt.id):
+        return
+    pid = (attempt.identity or {}).get("pid")
+    record_event(
+        session,
+        actor="supervisor",
+        subject=f"node/{connection.address.name}",
+        reason="SurvivorFound",
+        message=f"attempt {attempt.number} was given up as lost and still runs in the node as pid {pid}; "
+        "its locks keep a second copy away until it is ended there",
+        data={"attempt_id": attempt.id, "identity": attempt.identity, "log_path": attempt.log_path},
+        level="warning",
+        node_id=connection.address.id,
+        run_id=attempt.run_id,
+        attempt_id=attempt.id,
+    )
+
+
+def _is_told(session: Session, reason: str, attempt_id: str) -> bool:
+    """The event's own existence is the memory."""
+    query = select(Event.id).where(Event.reason == reason, Event.attempt_id == attempt_id)
+    return session.exec(query.limit(1)).first() is not None
+
+
 def _tell_orphan(session: Session, connection: NodeConnection, entry: Mapping[str, Any]) -> None:
-    """Once per folder: the event's own existence is the memory."""
+    """Once per folder."""
     attempt_id = str(entry["attempt_id"])
-    known = session.exec(
-        select(Event.id).where(Event.reason == "OrphanFound", Event.attempt_id == attempt_id).limit(1)
-    ).first()
-    if known is not None:
+    if _is_told(session, "OrphanFound", attempt_id):
         return
     state = entry.get("state") or {}
     record_event(

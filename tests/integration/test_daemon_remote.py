@@ -151,6 +151,8 @@ async def test_a_run_declared_lost_waits_for_its_node_and_a_living_first_copy_ke
     assert ended.status == "failed"
     assert f"in use by attempt {meanwhile[0].id}" in ended.error["message"]
     assert [item.state for item in await daemon.attempts()] == ["lost", "launch_failed"]
+    (told,) = await daemon.events(reason="SurvivorFound")
+    assert told.attempt_id == meanwhile[0].id
     await daemon.stop()
 
 
