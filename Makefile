@@ -10,9 +10,10 @@ TORCH := torch==2.13.0
 TORCH_INDEX_URL ?=
 LOCK_FLAGS := --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --no-annotate --universal --python-version 3.11
 LOCK_CUDA := $(foreach p,cuda-bindings cuda-pathfinder cuda-toolkit nvidia-cublas nvidia-cuda-cupti nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cudnn-cu13 nvidia-cufft nvidia-cufile nvidia-curand nvidia-cusolver nvidia-cusparse nvidia-cusparselt-cu13 nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvshmem-cu13 nvidia-nvtx,--no-emit-package $(p))
-# Most tests wait for processes more than they compute, so more workers than cores pay; one file stays together.
-WORKERS ?= 4
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# Most tests wait for processes more than they compute, so more workers than cores pay. One torch thread each:
+# with more, workers spin against each other and a test of seconds takes minutes.
+WORKERS ?= 3
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 export HF_HUB_OFFLINE := 1
 export WANDB_MODE ?= offline
 

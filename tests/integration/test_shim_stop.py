@@ -48,7 +48,7 @@ def test_graceful_stop_saves_a_checkpoint_and_exits_9(bench: ShimBench) -> None:
 
     state = stop(bench, "a1", reason="operator asked")
 
-    assert state["phase"] == "stopping"
+    assert state["phase"] in ("stopping", "exited")
     assert state["stop"]["id"] == "s1"
     assert state["stop"]["actor"] == "me"
     record = bench.wait_exit("a1")
@@ -244,7 +244,7 @@ def test_dead_shim_is_reported_and_its_trainer_can_still_be_stopped(bench: ShimB
     assert before["shim_alive"] is False
     assert before["alive"] is True
     assert before["exit"] is None
-    assert answer["state"]["phase"] == "stopping"
+    assert answer["state"]["phase"] in ("stopping", "exited")
     record = bench.wait_exit("a1")
     assert (record["code"], record["signal"]) == (None, None), "nobody was there to reap it"
     assert record["stop_id"] == "s1"

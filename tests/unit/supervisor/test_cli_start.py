@@ -17,7 +17,7 @@ from supervisor.commands import session
 from supervisor.settings import default_state_dir
 
 HEAVY = ("fastapi", "sqlmodel", "sqlalchemy", "paramiko", "torch", "pydantic", "yaml", "uvicorn")
-WAIT_S = 60
+WAIT_S = 240
 
 
 def environment(state_dir, **more):
