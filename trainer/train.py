@@ -375,8 +375,11 @@ class Trainer:
                 meta=self._identity | {"wandb_id": self._wandb_id, "noise_step": step},
                 tensors=parts.optimizer.state_tensors() | parts.consumed.tensors(),
             )
-            path = self._store.save("state", step, functools.partial(write_state, state))
-            self._store.prune(self.config.checkpoint.keep)
+            try:
+                path = self._store.save("state", step, functools.partial(write_state, state))
+            finally:
+                # also after a failure: exports whose state found no room must not fill the disk further
+                self._store.prune(self.config.checkpoint.keep)
         self._last_saved_step = step
         self._save_seconds = time.monotonic() - started_s
         self._status.checkpoint_saved(step, path)

@@ -479,3 +479,21 @@ def test_last_metrics_line_says_the_rate_and_noise_of_the_last_step(tiny, out, v
     last = metrics_lines(out / "run")[-1]["train"]
     assert (last["lr"], last["noise_sigma"]) == (rates[-1], sigmas[-1])
     assert rates[-1] > 0
+
+
+def test_exports_without_a_state_do_not_pile_up_while_the_disk_is_full(tiny, out, monkeypatch):
+    real = train_module.CheckpointStore.save
+    exports = []
+
+    def save(self, kind, step, fill):
+        exports.append(len(self.steps("export")))
+        if kind == "state" and step < 8:
+            raise CheckpointError("no space")
+        return real(self, kind, step, fill)
+
+    monkeypatch.setattr(train_module.CheckpointStore, "save", save)
+
+    changes = {"optim__max_steps": 8, "optim__epochs": 20, "checkpoint__every": 1, "checkpoint__keep": 2}
+    assert run_here(settings_for(*tiny, out, **changes)) == 0
+
+    assert max(exports) == 3  # the two that are kept, and the one just written

@@ -77,9 +77,10 @@ def hold_output(output_dir: Path) -> Iterator[None]:
                 f"--output-dir is in use by another trainer: {output_dir} (pid {holder}); "
                 "stop it or name another"
             ) from error
-        stream.truncate(0)
-        stream.write(str(os.getpid()))
-        stream.flush()
+        # on a full disk only the name of the holder is lost; the lock holds without it
+        with contextlib.suppress(OSError):
+            os.ftruncate(stream.fileno(), 0)
+            os.write(stream.fileno(), str(os.getpid()).encode())
         yield
 
 
@@ -101,7 +102,18 @@ def write_run_record(resolved: Resolved, code: Mapping[str, Any]) -> None:
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Replace a JSON file whole."""
+    """Replace a JSON file of the run folder whole.
+
+    Raises:
+        ConfigError: the folder cannot be written (a full disk, say).
+    """
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise ConfigError(
+            f"run folder cannot be written: {path} ({error.strerror or error}); free space or name another"
+        ) from error

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import threading
 
@@ -10,7 +11,7 @@ import pytest
 from trainer.errors import ConfigError, DataError, NonFiniteError, OutOfMemoryError, WorkerDiedError
 from trainer.lifecycle.exits import describe, exit_code, translate
 from trainer.lifecycle.heartbeat import PHASES, StatusFile
-from trainer.lifecycle.runfolder import find_git_sha
+from trainer.lifecycle.runfolder import find_git_sha, write_json
 from trainer.lifecycle.signals import SignalCounter, StopFile, StoppedEarlyError
 from trainer.lifecycle.stopping import StopWatch
 
@@ -253,3 +254,15 @@ def test_signal_while_models_load_ends_the_loading_at_once(signals):
     os.kill(os.getpid(), signal.SIGTERM)  # outside of the block it only counts again
 
     assert signals.count == 2
+
+
+def test_full_disk_at_the_start_is_one_clear_error(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"run folder cannot be written: .*config.json"):
+            write_json(tmp_path / "config.json", {"key": "x" * 1000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert list(tmp_path.iterdir()) == []
