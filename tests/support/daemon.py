@@ -26,7 +26,7 @@ from supervisor.store.tables import Attempt, Event, Node, Operation, Run
 from tests.support.wheelhouse import build_wheel, fake_pynvml, write_lock
 
 TOY_TRAINER = Path(__file__).parent / "toy_trainer" / "trainer"
-WAIT_S = 60.0
+WAIT_S = 180.0
 ACTOR = "token/test"
 
 

@@ -24,7 +24,7 @@ from supervisor import cli
 from supervisor.client import Client
 from tests.support.sshd import REPOSITORY
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 PERIODS = "reconcile_active_s = 0.3\nreconcile_idle_s = 1.0\ngpu_interval_s = 0.2\n"
 """Short, so that a test waits for states and not for clocks."""
 _READY = "listening on "

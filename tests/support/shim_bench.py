@@ -23,7 +23,7 @@ from supervisor.transport.bundle import build_shim
 
 TOY = Path(__file__).with_name("toy_trainer.py")
 FAKE_NVML = Path(__file__).with_name("fake_nvml")
-WAIT_S = 30.0
+WAIT_S = 120.0
 QUICK_STOP = {"grace_s": 5, "extend_max_s": 20, "term_s": 1, "kill_s": 5, "verify_s": 5}
 
 
