@@ -7,11 +7,14 @@ and goes on. When the node cannot be asked, there is no answer and the launch wa
 
 from __future__ import annotations
 
+import asyncio
 import posixpath
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from supervisor.domain.deploy import lock_digest
 from supervisor.domain.errors import SupervisorError
 from supervisor.domain.spec import RunSpec, flag_value
 from supervisor.reconciler import checks
@@ -76,6 +79,7 @@ async def prepare_launch(connection: NodeConnection, context: LaunchContext) -> 
     report = prepared.report
     spec = context.spec
     report.add(*_check_pair(context))
+    report.add(*await asyncio.to_thread(_check_lock, context))
     paths = _paths_of(connection, context)
     reply = await connection.request("paths", paths=sorted(set(paths.values())), deadline_s=PATHS_DEADLINE_S)
     found = {name: reply["paths"][path] for name, path in paths.items()}
@@ -115,6 +119,30 @@ def _check_pair(context: LaunchContext) -> list[Finding]:
             )
         )
     return findings
+
+
+def _check_lock(context: LaunchContext) -> list[Finding]:
+    """Does the environment come from the lock that the run file names? A file of this machine is read."""
+    lock, environment = context.spec.environment.lock, context.environment
+    if lock is None or lock == "bundled" or environment is None or environment.lock_digest is None:
+        return []
+    remedy = f"`dflashctl node deploy {context.spec.node} --lock {lock}`, or change lock in the run file"
+    try:
+        text = Path(lock).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "not UTF-8 text"
+        message = f"the run file names {lock}, which the supervisor cannot read: {why}"
+        return [_other_lock("unknown", "LockNotFound", message, remedy)]
+    if lock_digest(text) == environment.lock_digest:
+        return [Finding(name="environment lock", status="ok", value=lock)]
+    message = f"the node's current environment was not built from {lock} as it is now"
+    return [_other_lock(environment.lock_digest[:12], "OtherLock", message, remedy)]
+
+
+def _other_lock(value: str, reason: str, message: str, remedy: str) -> Finding:
+    return Finding(
+        name="environment lock", status="warn", value=value, reason=reason, message=message, remedy=remedy
+    )
 
 
 def _not_deployed(context: LaunchContext, what: str) -> Finding:

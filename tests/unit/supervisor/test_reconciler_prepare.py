@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from supervisor.domain.deploy import lock_digest
 from supervisor.domain.errors import ConnectError, NotFoundError
 from supervisor.domain.layout import Layout
 from supervisor.domain.spec import parse_run_dict
@@ -111,6 +113,31 @@ async def test_an_environment_built_first_on_another_node_is_looked_for_below_th
     prepared = await prepare_launch(FakeConnection(), make_context(environment=elsewhere))
 
     assert prepared.argv[0] == BUILT.python
+
+
+async def test_a_lock_of_the_run_file_that_is_not_what_was_deployed_is_told(tmp_path: Path) -> None:
+    lock = tmp_path / "lock.txt"
+    lock.write_text("toylib==1.0 --hash=sha256:00\n")
+    built = Environment(
+        digest=BUILT.digest,
+        kind="built",
+        python=BUILT.python,
+        lock_digest=lock_digest(lock.read_text()),
+        created_at=NOW,
+    )
+    context = make_context(spec={"environment": {"lock": str(lock)}}, environment=built)
+
+    async def told() -> list[tuple[str, str | None]]:
+        report = (await prepare_launch(FakeConnection(), context)).report  # type: ignore[arg-type]
+        return [(item.status, item.reason) for item in report.findings if item.name == "environment lock"]
+
+    equal = await told()
+    lock.write_text("toylib==2.0 --hash=sha256:00\n")
+    changed = await told()
+    lock.unlink()
+    gone = await told()
+
+    assert [equal[0][0], *changed, *gone] == ["ok", ("warn", "OtherLock"), ("warn", "LockNotFound")]
 
 
 async def test_nothing_deployed_is_named_with_the_command_that_deploys() -> None:
