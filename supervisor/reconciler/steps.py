@@ -226,6 +226,10 @@ class Steps:
             reason=missing[0].reason if missing else "AllPresent",
             message="; ".join(f"{item.message} ({item.remedy})" for item in missing),
         )
+        for item in prepared.report.findings:
+            if item.status == "warn" and item.message and item not in missing:
+                text = f"{item.message} ({item.remedy})"
+                apply.tell(session, run, "LaunchWarning", text, attempt=attempt, level="warning")
 
     async def launch(self, snapshot: Snapshot, connection: NodeConnection | None) -> bool:
         """Commit `launching`, then send the request; an outcome that is not known is asked for later."""

@@ -48,6 +48,23 @@ async def test_a_run_is_launched_becomes_ready_reports_metrics_and_stops(deploye
     assert Path(ended.log_path).read_text().count("toy trainer: pid") == 1
 
 
+async def test_a_run_on_another_lock_than_its_file_names_is_launched_with_a_warning(
+    deployed: RunningDaemon,
+) -> None:
+    other = make_lock(deployed.folder, toylib="2.0", name="other.txt")
+    spec = make_spec("local", output_dir=deployed.folder / "out", environment={"lock": str(other)})
+    await deployed.put_run(spec)
+
+    started = await deployed.start()
+    (warning,) = await deployed.events(reason="LaunchWarning")
+    await deployed.stop()
+
+    assert started.status == "done", started.error
+    assert warning.level == "warning"
+    assert f"was not built from {other}" in warning.message
+    assert "node deploy local --lock" in warning.message
+
+
 async def test_a_run_that_fails_is_started_again_with_the_next_log_number(deployed: RunningDaemon) -> None:
     args = ["--fail-at", "5", "--fail-once", "--checkpoint-every", "2"]
     await deployed.put_run(make_spec("local", output_dir=deployed.folder / "out", args=args))
