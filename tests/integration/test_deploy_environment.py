@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import subprocess
 from pathlib import Path
 
@@ -87,6 +88,28 @@ async def test_a_wheel_that_does_not_match_its_hash_is_refused_and_nothing_stays
 
     assert caught.value.reason == "HashMismatch"
     assert caught.value.hint
+    assert not Path(layout.environment(plan.digest)).exists()
+
+
+async def test_a_node_without_network_is_a_finding_with_both_ways_out_and_nothing_stays(
+    layout: Layout, builder: EnvironmentBuilder
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        plan = EnvironmentPlan(
+            digest="0" * 64,
+            lock_text="",
+            torch_requirement="torch==2.13.0",
+            python=PYTHON,
+            find_links=None,
+            torch_index_url=f"http://127.0.0.1:{unused.getsockname()[1]}/simple",
+        )
+        with pytest.raises(DeployError) as caught:
+            await builder.build(plan)
+
+    assert caught.value.reason == "NoNetwork"
+    assert "network access" in (caught.value.hint or "")
+    assert "--find-links" in (caught.value.hint or "")
     assert not Path(layout.environment(plan.digest)).exists()
 
 
