@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import venv
+import zipfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -129,6 +131,36 @@ async def test_a_package_changed_in_the_running_environment_is_shown_with_its_me
     change = run.drift["changes"][0]
     assert (change["name"], change["old"], change["new"]) == ("nvidia-ml-py", None, "13.1")
     assert "next start" in change["meaning"]
+
+
+async def test_a_package_changed_in_an_environment_of_the_users_own_is_drift_too_and_it_is_never_written_to(
+    daemon: RunningDaemon,
+) -> None:
+    home = daemon.folder / "own"
+    venv.create(home, with_pip=False)
+    packages = next((home / "lib").glob("python3*/site-packages"))
+    with zipfile.ZipFile(next((daemon.folder / "wheels").glob("toylib-*.whl"))) as wheel:
+        wheel.extractall(packages)
+    before = sorted(path for path in home.rglob("*") if "__pycache__" not in path.parts)
+    await start(daemon, environment={"python": str(home / "bin" / "python")})
+    await daemon.until(
+        lambda s: (r := find_run(s, "toy")) and _live(s, r).fingerprint is not None, "the launch fingerprint"
+    )
+    after = sorted(path for path in home.rglob("*") if "__pycache__" not in path.parts)
+    metadata = next(packages.glob("toylib-*.dist-info")) / "METADATA"
+    metadata.write_text(metadata.read_text().replace("Version: 1.0", "Version: 2.0"))
+    (packages / "touched").mkdir()
+
+    run = await daemon.until(
+        lambda s: (r := find_run(s, "toy")) and (r.drift or {}).get("changes") and r, "the drift to be seen"
+    )
+    condition = next(item for item in run.conditions if item["type"] == "EnvironmentInSync")
+    await daemon.stop()
+
+    assert before == after
+    change = run.drift["changes"][0]
+    assert (change["name"], change["old"], change["new"]) == ("toylib", "1.0", "2.0")
+    assert condition["status"] == "false"
 
 
 async def test_missing_telemetry_is_refused_when_required_and_shown_when_wanted(
