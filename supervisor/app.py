@@ -114,15 +114,17 @@ class Daemon:
 
         Raises:
             ConflictError: another daemon runs on the state folder.
-            StoreError, ConfigError: the database or a setting cannot be used.
+            StoreError, ConfigError: the database, the state folder or a setting cannot be used.
         """
         os.umask(0o077)
-        self.settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock.acquire(started_at=self.clock.now().isoformat(), port=self.settings.port)
         try:
+            self.settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock.acquire(started_at=self.clock.now().isoformat(), port=self.settings.port)
             await self._open()
-        except BaseException:
+        except BaseException as error:
             await self.stop()
+            if isinstance(error, OSError):
+                raise _unusable(self.settings.state_dir, error) from error
             raise
 
     async def _open(self) -> None:
@@ -270,6 +272,17 @@ class Daemon:
         prune_events(session, keep=timedelta(days=keep.event_days))
         idempotency.prune_keys(session, keep=timedelta(hours=keep.idempotency_hours))
         auth.prune_sessions(session)
+
+
+def _unusable(state_dir: Path, error: OSError) -> ConfigError:
+    what = f"{error.strerror or error}: {error.filename or state_dir}"
+    return ConfigError(
+        f"the state folder {state_dir} cannot be used: {what}",
+        reason="StateFolderUnusable",
+        hint="give it room and write permission, or choose another --state-dir",
+        field="state_dir",
+        value=str(state_dir),
+    )
 
 
 def write_private(path: Path, text: str) -> None:

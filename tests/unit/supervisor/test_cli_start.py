@@ -124,6 +124,21 @@ def test_a_second_daemon_on_the_same_state_is_refused_by_name(tmp_path):
     assert "Traceback" not in second.stderr
 
 
+@pytest.mark.parametrize("spoilt", ["daemon.lock", "admin.token.tmp", "the folder itself"])
+def test_a_state_folder_that_cannot_be_written_is_refused_in_plain_words(tmp_path, spoilt):
+    state = tmp_path / "state"
+    if spoilt == "the folder itself":
+        state.symlink_to("/proc/self/nowhere")
+    else:
+        (state / spoilt).mkdir(parents=True)
+
+    result = ctl("serve", "--port", "0", state_dir=state)
+
+    assert result.returncode == 2, result.stderr
+    assert f"state folder {state} cannot be used" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_serve_refuses_to_carry_tokens_in_clear_text_over_a_network(tmp_path):
     result = ctl("serve", "--host", "0.0.0.0", "--port", "0", state_dir=tmp_path)
 
