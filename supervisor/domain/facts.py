@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Literal
 
 from supervisor.domain.restart import Ledger
-from supervisor.domain.run import LIVE, TERMINAL, AttemptState, DesiredState, Reason
+from supervisor.domain.run import LIVE, AttemptState, DesiredState, Reason
 
 
 class StopCause(StrEnum):
@@ -125,11 +125,6 @@ class AttemptFacts:
     def is_live(self) -> bool:
         """Whether it has not ended."""
         return self.state in LIVE
-
-    @property
-    def is_ended(self) -> bool:
-        """Whether its state is final."""
-        return self.state in TERMINAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

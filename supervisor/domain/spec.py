@@ -94,11 +94,6 @@ class EnvironmentSpec(Table):
         """True when the interpreter is not ours to change."""
         return self.python is not None
 
-    @property
-    def lock_source(self) -> str:
-        """`bundled` or the path of a lock; meaningless for an external interpreter."""
-        return self.lock or "bundled"
-
 
 class StageCopy(Table):
     """A tree copied inside the node before launch."""

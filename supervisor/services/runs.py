@@ -14,7 +14,7 @@ from sqlmodel import Session, col, select
 from supervisor.domain.errors import ConflictError, RequestError
 from supervisor.domain.restart import Ledger
 from supervisor.domain.run import AttemptState, DesiredState
-from supervisor.domain.spec import RunSpec, parse_run_dict, render_spec, spec_digest
+from supervisor.domain.spec import RunSpec, render_spec, spec_digest
 from supervisor.services.nodes import require_version
 from supervisor.services.operations import create_done, create_operation
 from supervisor.services.plans import (
@@ -49,7 +49,6 @@ __all__ = [
     "get_run",
     "list_attempts",
     "list_runs",
-    "patch_run",
     "plan_declare_lost",
     "plan_restart",
     "plan_rollback",
@@ -119,32 +118,6 @@ def put_run(session: Session, spec: RunSpec, *, actor: str, request_id: str | No
         request_id,
     )
     return run
-
-
-def patch_run(
-    session: Session,
-    run: Run,
-    changes: dict[str, Any],
-    *,
-    actor: str,
-    expected_version: int | None = None,
-    request_id: str | None = None,
-) -> Run:
-    """Change tables of the spec: each key given replaces the same key, tables are merged one level deep.
-
-    Raises:
-        ConfigError: the result is no valid spec.
-        RequestError: an attempt to rename.
-        ConflictError: StaleVersion, or as for `put_run`.
-    """
-    require_version(run, expected_version)
-    if changes.get("name", run.name) != run.name:
-        raise RequestError("a run cannot be renamed", reason="BadField", field="name")
-    merged = dict(run.spec)
-    for key, value in changes.items():
-        old = merged.get(key)
-        merged[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
-    return put_run(session, parse_run_dict(merged), actor=actor, request_id=request_id)
 
 
 def list_runs(session: Session, *, node_id: str | None = None) -> list[Run]:

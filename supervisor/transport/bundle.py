@@ -54,11 +54,6 @@ class ReleaseArchive:
     manifest: Mapping[str, Any]
     """`{"v", "digest", "source_commit", "files": {path: {"sha256", "size", "mode"}}}`; in the archive."""
 
-    @property
-    def archive_sha256(self) -> str:
-        """SHA-256 of `data`, to verify the upload itself."""
-        return hashlib.sha256(self.data).hexdigest()
-
 
 def build_shim(folder: Path = SHIM_FOLDER) -> ShimArchive:
     """Pack the shim's modules into one deterministic zipapp.

@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy
 from sqlmodel import Session, func, select
 
-from supervisor.domain.errors import ConfigError, ConflictError, NotFoundError, RequestError
+from supervisor.domain.errors import ConflictError, NotFoundError, RequestError
 from supervisor.domain.restart import Ledger
 from supervisor.services import nodes, runs, telemetry, views
 from supervisor.store.facts import desired_of, has_new_checkpoint, history_of
@@ -89,18 +89,6 @@ def test_a_live_run_does_not_move(store: Store) -> None:
 
     with pytest.raises(ConflictError, match="cannot move"):
         store.write_sync(move)
-
-
-def test_a_patch_merges_tables_and_checks_the_result(store: Store) -> None:
-    run = change(store, runs.patch_run, changes={"restart": {"burst": 3}}, actor="t", expected_version=1)
-    assert (run.spec["restart"]["burst"], run.spec["restart"]["base_s"]) == (3, 10)
-    with pytest.raises(ConfigError, match="burst"):
-        change(store, runs.patch_run, changes={"restart": {"burst": 0}}, actor="t")
-    with pytest.raises(RequestError, match="renamed"):
-        change(store, runs.patch_run, changes={"name": "other"}, actor="t")
-    with pytest.raises(ConflictError) as caught:
-        change(store, runs.patch_run, changes={"env": {"A": "1"}}, actor="t", expected_version=1)
-    assert caught.value.reason == "StaleVersion"
 
 
 def test_a_start_is_intent_operation_and_event_in_one(store: Store) -> None:
