@@ -91,9 +91,15 @@ class Store:
     def is_writable(self) -> bool:
         """Whether a write gets through now, for readiness; waits at most the busy timeout."""
         try:
-            self.write_sync(lambda session: session.exec(sa.text("SELECT 1")).first())  # type: ignore[call-overload]
+            probe = self._submit_write(lambda session: session.exec(sa.text("SELECT 1")).first())  # type: ignore[call-overload]
         except StoreError:
             return False
+        try:
+            probe.result(timeout=self._busy_timeout_s)
+        except (StoreError, TimeoutError):
+            return False
+        finally:
+            probe.cancel()  # it waits behind other writes: the next question must not wait behind it
         return True
 
     def close(self) -> None:

@@ -124,6 +124,19 @@ def test_a_reader_cannot_write(store: Store) -> None:
         store.read_sync(add_event)
 
 
+def test_readiness_does_not_wait_behind_other_writes(tmp_path: Path) -> None:
+    go_on = threading.Event()
+    with open_store(tmp_path, busy_timeout_s=0.2) as store:
+        writer = threading.Thread(target=store.write_sync, args=(lambda _: go_on.wait(30),))
+        writer.start()
+        try:
+            assert not store.is_writable()
+        finally:
+            go_on.set()
+            writer.join()
+        assert store.is_writable()
+
+
 def test_readers_go_on_while_someone_else_holds_the_database(tmp_path: Path) -> None:
     with open_store(tmp_path, busy_timeout_s=0.2) as store:
         store.write_sync(add_event)
