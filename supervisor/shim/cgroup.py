@@ -7,6 +7,7 @@ tmpfs), so a group counts only when it lies under the shim's own `0::` line and 
 
 from __future__ import annotations
 
+import binascii
 import contextlib
 import os
 import signal
@@ -33,15 +34,22 @@ def own_group() -> str | None:
     return None
 
 
-def group_path(attempt_id: str) -> str | None:
-    """Where this process would make the attempt's group, None where there is no v2 hierarchy."""
+def group_path(root: str, attempt_id: str) -> str | None:
+    """Where this process would make the attempt's group, None where there is no v2 hierarchy.
+
+    The root is part of the name: two roots on one machine may hold the same attempt id (a copied state
+    folder), and a group that one of them had just left would be killed by the other.
+    """
     parent = own_group()
-    return None if parent is None else os.path.join(parent, "dflash-" + attempt_id)
+    if parent is None:
+        return None
+    place = binascii.crc32(os.fsencode(os.path.realpath(root)))
+    return os.path.join(parent, "dflash-%08x-%s" % (place, attempt_id))
 
 
-def create_group(attempt_id: str, pid: int) -> str | None:
+def create_group(root: str, attempt_id: str, pid: int) -> str | None:
     """Make the attempt's group with `pid` in it; None where it cannot be made, killed or entered."""
-    path = group_path(attempt_id)
+    path = group_path(root, attempt_id)
     if path is None:
         return None
     try:

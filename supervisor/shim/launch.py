@@ -168,7 +168,7 @@ def settle(files: AttemptFiles) -> dict[str, Any] | None:
             files.write_state(state)
             files.event("LaunchFailed", failure.message)
             # It may have died between making its group and recording it.
-            cgroup.remove_group(state.get("cgroup") or cgroup.group_path(files.attempt_id))
+            cgroup.remove_group(state.get("cgroup") or cgroup.group_path(files.root, files.attempt_id))
     finally:
         os.close(lock)
     return state
@@ -275,7 +275,7 @@ def _launch(files: AttemptFiles, request: StartRequest, state: dict[str, Any], l
 def _record(files: AttemptFiles, request: StartRequest, state: dict[str, Any], pid: int) -> None:
     """Put on disk whatever is needed to find the trainer again, before it may execute anything."""
     if request.use_cgroup:
-        state["cgroup"] = cgroup.create_group(request.attempt_id, pid)
+        state["cgroup"] = cgroup.create_group(files.root, request.attempt_id, pid)
     state["identity"] = identity_of(pid)
     launch = {
         "v": 1,

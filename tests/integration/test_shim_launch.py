@@ -385,7 +385,7 @@ def test_shim_killed_at_any_moment_of_a_launch_leaves_no_unknown_trainer(bench: 
         else:
             assert status["state"]["phase"] == "launch_failed"
             assert trainers == []
-            group = group_path(attempt)
+            group = group_path(str(bench.root), attempt)
             assert group is None or not Path(group).exists()
     assert outcomes
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.shim.cgroup import oom_evidence, oom_kills
+from supervisor.shim import cgroup
+from supervisor.shim.cgroup import group_path, oom_evidence, oom_kills
 
 
 def test_count_is_read_from_memory_events(tmp_path: Path) -> None:
@@ -39,3 +40,15 @@ def test_oom_needs_a_kill_and_a_rising_count(
     before: int | None, after: int | None, code: int | None, number: int | None, evidence: bool | None
 ) -> None:
     assert oom_evidence(before, after, code, number) is evidence
+
+
+def test_the_same_attempt_under_two_roots_has_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroup, "own_group", lambda: "/sys/fs/cgroup/ours")
+
+    one, two = group_path("/srv/one", "a1"), group_path("/srv/two", "a1")
+
+    assert one is not None
+    assert one != two
+    assert one == group_path("/srv/../srv/one", "a1"), "a crash must find it again"
+    assert Path(one).parent == Path("/sys/fs/cgroup/ours")
+    assert one.endswith("-a1")

@@ -20,7 +20,9 @@ interface Props {
 export function LogPane({ run, attempt, attemptId, isLive }: Props) {
   const host = useRef<HTMLDivElement>(null);
   const buffer = useRef<LogBuffer | null>(null);
+  const source = useRef({ run, attempt });
   const isBusy = useRef(false);
+  const isWanted = useRef(false);
   const [version, setVersion] = useState(0);
   const [isFollowing, setFollowing] = useState(true);
   const [unseen, setUnseen] = useState(0);
@@ -29,31 +31,42 @@ export function LogPane({ run, attempt, attemptId, isLive }: Props) {
   const [start, setStart] = useState(0);
   const [problem, setProblem] = useState<string | null>(null);
 
-  async function fetchMore(): Promise<void> {
-    if (isBusy.current) return;
-    isBusy.current = true;
-    try {
-      if (buffer.current === null) {
-        const { size } = await readLog(run, attempt, 0, 0);
-        buffer.current = new LogBuffer(Math.max(0, size - FIRST_BYTES));
-        setStart(buffer.current.nextOffset);
-      }
-      for (;;) {
-        const piece = await readLog(run, attempt, buffer.current.nextOffset, PIECE);
-        if (piece.data.length === 0) break;
-        const added = buffer.current.add(piece.data, piece.offset);
-        setUnseen((count) => count + added);
-        setVersion((count) => count + 1);
-      }
-      setProblem(null);
-    } catch (error) {
-      setProblem(error instanceof ApiError ? `${error.message}${error.hint ? `: ${error.hint}` : ""}` : String(error));
-    } finally {
-      isBusy.current = false;
+  async function fetchOnce(): Promise<void> {
+    const from = source.current;
+    if (buffer.current === null) {
+      const { size } = await readLog(from.run, from.attempt, 0, 0);
+      if (source.current !== from) return;
+      buffer.current = new LogBuffer(Math.max(0, size - FIRST_BYTES));
+      setStart(buffer.current.nextOffset);
+    }
+    for (;;) {
+      const piece = await readLog(from.run, from.attempt, buffer.current.nextOffset, PIECE);
+      if (source.current !== from || piece.data.length === 0) return;
+      const added = buffer.current.add(piece.data, piece.offset);
+      setUnseen((count) => count + added);
+      setVersion((count) => count + 1);
     }
   }
 
+  // One read at a time; a wish that comes meanwhile is carried out after it, so the last bytes are never missed.
+  async function fetchMore(): Promise<void> {
+    isWanted.current = true;
+    if (isBusy.current) return;
+    isBusy.current = true;
+    while (isWanted.current) {
+      isWanted.current = false;
+      try {
+        await fetchOnce();
+        setProblem(null);
+      } catch (error) {
+        setProblem(error instanceof ApiError ? `${error.message}${error.hint ? `: ${error.hint}` : ""}` : String(error));
+      }
+    }
+    isBusy.current = false;
+  }
+
   useEffect(() => {
+    source.current = { run, attempt };
     buffer.current = null;
     setFollowing(true);
     setVersion((count) => count + 1);
