@@ -35,6 +35,7 @@ SCRIPT_DEADLINE_S = 120.0
 _TORCH_LINE = re.compile(r"^torch(?:\[[^\]]*\])?\s*(?:==|@|>=|~=)", re.MULTILINE)
 _TORCH_COMMENT = re.compile(r"^#\s*torch:\s*(torch\s*==\s*[0-9A-Za-z.+!_-]+)\s*$", re.MULTILINE)
 _OUTPUT_TAIL = 4000
+_UNKNOWN_ISSUER = b"UnknownIssuer"
 
 Report = Callable[[str, str, int | None, int | None], None]
 """Progress: step, message, done, total."""
@@ -181,13 +182,15 @@ class EnvironmentBuilder:
             await self._uv(uv_path, [*words, "--index-url", plan.torch_index_url, plan.torch_requirement])
             return
         if plan.find_links is not None:
-            local = [*words, "--no-deps", "--no-index", "--find-links", plan.find_links]
-            result = await self._run_uv(uv_path, [*local, plan.torch_requirement])
-            if result.exit_code == 0:
-                return
-            failure = explain_uv_failure(local, result)
-            if failure.reason != "PackageNotFound":
-                raise failure
+            # A build for CUDA brings libraries of its own, a build for CPU nothing that the lock has not.
+            for dependencies in ([], ["--no-deps"]):
+                local = [*words, *dependencies, "--no-index", "--find-links", plan.find_links]
+                result = await self._run_uv(uv_path, [*local, plan.torch_requirement])
+                if result.exit_code == 0:
+                    return
+                failure = explain_uv_failure(local, result)
+                if failure.reason != "PackageNotFound":
+                    raise failure
         self._report("torch", f"installing {plan.torch_requirement} from the default index", None, None)
         await self._uv(uv_path, [*words, plan.torch_requirement])
 
@@ -200,7 +203,12 @@ class EnvironmentBuilder:
         cache = f"{self._layout.root}/tools/uv-cache"
         argv = [uv_path, *words, "--no-config", "--no-progress", "--color", "never", "--cache-dir", cache]
         try:
-            return await self._transport.run(argv, deadline_s=INSTALL_DEADLINE_S)
+            result = await self._transport.run(argv, deadline_s=INSTALL_DEADLINE_S)
+            if result.exit_code != 0 and _UNKNOWN_ISSUER in result.stderr:
+                # An authority that only this site knows may be in the node's own store. Not the first choice,
+                # because a minimal container has no store at all.
+                result = await self._transport.run([*argv, "--system-certs"], deadline_s=INSTALL_DEADLINE_S)
+            return result
         except CommandFailedError as error:
             raise DeployError(
                 f"the installer cannot run on the node: {error.message}",

@@ -99,13 +99,36 @@ async def test_torch_that_is_not_in_the_folder_comes_from_the_default_index() ->
     def answer(words: Sequence[str]) -> tuple[int, str]:
         return (1, NOT_THERE) if "torch==2.13.0" in words and "--no-index" in words else (0, "")
 
-    first, second = torch_calls(
+    first, alone, last = torch_calls(
         await build(make_plan(torch_requirement="torch==2.13.0", find_links="/wheels"), answer)
     )
 
     assert "--no-index" in first
-    assert "--no-index" not in second
-    assert "--find-links" not in second
+    assert "--no-index" in alone
+    assert "--no-index" not in last
+    assert "--find-links" not in last
+
+
+async def test_a_folder_with_torch_alone_is_enough_and_one_with_its_libraries_gives_them_too() -> None:
+    def answer(words: Sequence[str]) -> tuple[int, str]:
+        return (1, NOT_THERE) if "torch==2.13.0" in words and "--no-deps" not in words else (0, "")
+
+    plan = make_plan(torch_requirement="torch==2.13.0", find_links="/wheels")
+    with_libraries, alone = torch_calls(await build(plan, answer))
+
+    assert "--no-deps" not in with_libraries
+    assert {"--no-deps", "--no-index"} <= set(alone)
+
+
+async def test_an_authority_that_only_the_node_knows_is_looked_up_in_the_nodes_store() -> None:
+    def answer(words: Sequence[str]) -> tuple[int, str]:
+        is_strange = words[0] == "pip" and "--system-certs" not in words
+        return (2, "cause: invalid peer certificate: UnknownIssuer") if is_strange else (0, "")
+
+    first, second = (await build(make_plan(), answer)).installs[1:]
+
+    assert "--system-certs" not in first
+    assert [*first, "--system-certs"] == second
 
 
 async def test_a_failed_install_is_explained_and_its_remains_removed() -> None:
