@@ -79,8 +79,12 @@ class Reporter:
         self._thread.start()
 
     def prime(self, report: IntervalReport) -> None:
-        """Set what lines by the clock say before the first interval ends (filling, warming up)."""
+        """Set what lines by the clock say before the first interval ends (filling, warming up).
+
+        Tokens of before a resume count from here: they are not this process's throughput.
+        """
         self._last = report
+        self._clock_tokens, self._clock_s = report.tokens, time.monotonic()
 
     def submit(self, report: IntervalReport) -> None:
         """Hand a report over; dropped and counted when the thread is far behind."""

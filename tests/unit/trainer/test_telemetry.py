@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+import time
 import types
 
 import pytest
@@ -296,6 +297,19 @@ def test_reporter_writes_submitted_reports_in_order_and_ticks():
 
     assert [line["step"] for line in sink.lines] == [0, 1, 2, 3, 4]
     assert ticked.is_set()
+
+
+def test_tokens_of_before_a_resume_are_not_throughput():
+    sink = ListSink()
+    reporter = make_reporter(sink, profile_interval_s=0.01, sources=Sources(tokens=lambda: 5_000_000))
+    reporter.prime(IntervalReport(step=800, tokens=5_000_000, train={"loss": None}))
+    reporter.start()
+    while not sink.lines:
+        time.sleep(0.01)
+    reporter.close()
+
+    assert sink.lines[0]["train"]["tok_s"] == 0.0
+    assert sink.lines[0]["tokens"] == 5_000_000
 
 
 def test_reporter_writes_by_the_clock_with_throughput_of_that_time():
