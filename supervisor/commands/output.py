@@ -27,6 +27,7 @@ MISSING = "–"
 _ESCAPES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 )
+_FRACTION = re.compile(r"\.\d+(?=Z$|[+-]\d\d:\d\d$)")
 
 
 class Format(StrEnum):
@@ -154,6 +155,11 @@ def age(timestamp: str | None, *, now: datetime | None = None) -> str:
         return MISSING
     then = datetime.fromisoformat(timestamp)
     return duration(((now or datetime.now(UTC)) - then).total_seconds())
+
+
+def second(timestamp: str | None) -> str | None:
+    """An RFC 3339 time without its fraction of a second, for tables."""
+    return None if timestamp is None else _FRACTION.sub("", timestamp)
 
 
 def duration(seconds: float | None) -> str:

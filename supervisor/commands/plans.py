@@ -18,6 +18,8 @@ from supervisor.commands.output import (
     emit,
     print_pairs,
     print_table,
+    say,
+    second,
 )
 from supervisor.commands.session import connect
 
@@ -92,7 +94,7 @@ def drift(ctx: typer.Context, run: RunArgument, output: OutputOption = Format.TA
 
 
 def explain(ctx: typer.Context, run: RunArgument, output: OutputOption = Format.TABLE) -> None:
-    """Why the supervisor did what it did last, with the evidence it decided on.
+    """Why the supervisor did what it did last, in a few lines; -o yaml adds the evidence it decided on.
 
     Examples:
       dflashctl explain slammed
@@ -142,15 +144,50 @@ def _print_drift(report: Json) -> None:
 
 
 def _print_explanation(explanation: Json) -> None:
-    if not explanation:
-        typer.echo("no decision yet")
-        return
-    for key, value in explanation.items():
-        if isinstance(value, dict | list):
-            typer.echo(f"{key}:")
-            _print_nested(value)
-        else:
-            typer.echo(f"{key}: {_inline(key, value)}")
+    """The few lines that answer why; the evidence itself is for `-o yaml`."""
+    name, phase, hold = explanation["run"], explanation["phase"], explanation.get("hold")
+    decision = explanation.get("decision") or {}
+    due = explanation.get("next_start_at")
+    events = explanation.get("events") or []
+    attempts = explanation.get("attempts") or []
+    pairs = [
+        ("phase", f"{phase} (wanted: {explanation['desired']})"),
+        ("decision", decision.get("explanation") or "none yet"),
+        ("next start", due and second(due)),
+        ("held", hold and f"{hold['message']} ({hold['reason']})"),
+        ("attempt", _newest_attempt(attempts)),
+        ("last event", _event_line(events[0]) if events else None),
+        ("to do", _advice(name, phase)),
+    ]
+    print_pairs((key, value) for key, value in pairs if value)
+    say(f"all inputs of the decision: dflashctl explain {name} -o yaml")
+
+
+def _newest_attempt(attempts: list[Json]) -> str | None:
+    if not attempts:
+        return None
+    newest = attempts[0]
+    reason = f": {newest['reason']}" if newest.get("reason") else ""
+    return f"{newest['number']} {newest['state']}{reason}"
+
+
+def _event_line(event: Json) -> str:
+    message = " ".join(str(event.get("message") or "").split())
+    return f"{event['reason']}: {message}" if message else str(event["reason"])
+
+
+def _advice(name: str, phase: str) -> str:
+    """The next command for a run in this phase."""
+    after_failure = f"read why: dflashctl logs {name} --tail 50; then: dflashctl start {name}"
+    known = {
+        "pending": "nothing; the supervisor starts it as soon as it can",
+        "backoff": f"nothing, it starts again by itself; or now: dflashctl start {name}",
+        "held": after_failure,
+        "failed": after_failure,
+        "stopped": f"start it: dflashctl start {name}",
+        "succeeded": "nothing; it has reached its end",
+    }
+    return known.get(phase, f"nothing; see its log: dflashctl logs {name} -f")
 
 
 def _print_nested(value: Any, depth: int = 1) -> None:

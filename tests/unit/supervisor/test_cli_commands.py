@@ -375,6 +375,24 @@ def test_what_does_not_exist_is_exit_3_with_a_hint(live, run, words):
     assert result.err.startswith("error: ")
 
 
+@pytest.mark.parametrize("state", ["new", "running", "failed"])
+def test_explain_answers_in_a_few_lines_and_keeps_the_evidence_for_programs(live, run, state):
+    if state != "new":
+        attempt = seed_attempt(live.api.state, run)
+        if state == "failed":
+            end_attempt(live.api.state, attempt, ended="failed", exit_code=3)
+
+    result = ctl("explain", "slammed")
+
+    lines = result.out.splitlines()
+    assert (result.code, 3 <= len(lines) <= 8) == (0, True), result.out
+    assert lines[0].startswith("phase ")
+    assert lines[-1].startswith("to do ")
+    assert "RunCreated" in result.out
+    assert "dflashctl explain slammed -o yaml" in result.err
+    assert "detects_within_s" in yaml.safe_load(ctl("explain", "slammed", "-o", "yaml").out)
+
+
 def test_beginnings_of_names_are_enough_when_they_are_unambiguous(live, run):
     seed_run(live.api.state, "slow")
 
