@@ -7,9 +7,10 @@ session. The transition table is checked by `store.attempts`; nothing here talks
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
-from sqlmodel import Session
+from sqlmodel import Session, col, select
 
 from supervisor.domain.actions import (
     EndRun,
@@ -32,7 +33,7 @@ from supervisor.domain.run import (
 )
 from supervisor.store.attempts import apply_transition, bump
 from supervisor.store.events import now_of, record_event
-from supervisor.store.tables import Attempt, Deployment, Node, Run
+from supervisor.store.tables import Attempt, Deployment, Event, Node, Run
 
 ACTOR = "supervisor"
 POLICY = "policy"
@@ -81,8 +82,9 @@ def set_condition(
 ) -> bool:
     """Set one condition. True when it changed.
 
-    An event is written when it becomes false, and when it becomes true after having been false. Not knowing
-    is shown and is no event: a link that comes and goes must not fill the history.
+    An event is written when it becomes false, when it is false for a reason not told since then, and when it
+    becomes true after having been false. Not knowing is shown and is no event: what only comes and goes, a
+    link or one of two reasons, must not fill the history.
     """
     old = next((item for item in row.conditions if item["type"] == kind.value), None)
     new = condition(kind, status, reason=reason, message=message, since=now_of(session).isoformat())
@@ -91,7 +93,7 @@ def set_condition(
     row.conditions = merge_condition(row.conditions, new)
     bump(session, row)
     was = old["status"] if old is not None else None
-    is_worse = status is False and (was != "false" or (old is not None and old["reason"] != reason))
+    is_worse = status is False and (was != "false" or _is_new_reason(session, row, kind, old or {}, reason))
     is_better = status is True and was == "false"
     if not (is_worse or is_better) or kind in _QUIET:
         return True
@@ -108,6 +110,21 @@ def set_condition(
         node_id=row.node_id if isinstance(row, Run) else row.id,
     )
     return True
+
+
+def _is_new_reason(
+    session: Session, row: Run | Node, kind: ConditionType, old: Mapping[str, Any], reason: str
+) -> bool:
+    """Whether a condition that stays false has not been told of with this reason since it became false."""
+    if old.get("reason") == reason:
+        return False
+    subject = f"{'run' if isinstance(row, Run) else 'node'}/{row.name}"
+    told = select(Event.data).where(
+        Event.subject == subject,
+        Event.reason == f"{kind.value}False",
+        col(Event.at) >= datetime.fromisoformat(old["since"]),
+    )
+    return all(data.get("reason") != reason for data in session.exec(told))
 
 
 def record_identity(attempt: Attempt, state: Mapping[str, Any]) -> None:

@@ -258,6 +258,7 @@ class Steps:
             return False
         await self._write(lambda session: self._end_launch(session, attempt.id, outcome))
         crash("launch.after_apply")
+        self._rt.on_attempts_changed(snapshot.node.id)
         return True
 
     def _begin_launch(self, session: Session, attempt_id: str) -> None:
@@ -361,7 +362,9 @@ class Steps:
 
     async def advance(self, action: Advance, look: Look) -> bool:
         """Enter a state that is not final."""
-        await self._write(lambda session: self._advance(session, action, look))
+        node_id = await self._write(lambda session: self._advance(session, action, look))
+        if action.state is AttemptState.STARTED:
+            self._rt.on_attempts_changed(node_id)
         return True
 
     async def policy(self, action: Action) -> bool:
@@ -371,17 +374,18 @@ class Steps:
         crash("restart.after_apply")
         return True
 
-    def _advance(self, session: Session, action: Advance, look: Look) -> None:
+    def _advance(self, session: Session, action: Advance, look: Look) -> str:
         self._guarded(session)
         attempt = session.get(Attempt, action.attempt_id)
         assert attempt is not None
         if action.state is AttemptState.STARTED:
             apply.apply_started(session, attempt, look.state)
-            return
+            return attempt.node_id
         if action.state is AttemptState.PLANNED:
             attempt.preflight = None
             attempt.launch_error = None
         apply_transition(session, attempt, action.state, reason=action.reason)
+        return attempt.node_id
 
     async def finish(
         self,

@@ -19,6 +19,7 @@ from supervisor.reconciler import apply, leases
 from supervisor.reconciler.operations import describe_end, end_operations
 from supervisor.reconciler.reachability import Reachability
 from supervisor.reconciler.sampler import MAX_PENDING, Sampler, Tracked, flush_forever
+from supervisor.reconciler.watches import _load
 from supervisor.services import runs
 from supervisor.store.queries import get_run, newest_attempt
 from supervisor.store.tables import Attempt, Event, GpuSample, MetricLine, Operation, Run
@@ -254,6 +255,44 @@ def test_a_condition_that_only_flickers_between_true_and_unknown_fills_no_histor
 def test_a_condition_that_breaks_and_heals_is_told_twice(store: Store) -> None:
     steps = [(True, "Ok"), (False, "Missing"), (False, "Missing"), (False, "Other"), (True, "Ok")]
     assert conditions_of(store, *steps) == ["TelemetryOKFalse", "TelemetryOKFalse", "TelemetryOKTrue"]
+
+
+def test_reasons_that_only_change_places_are_told_once_each(store: Store) -> None:
+    flapping = [(False, "Missing"), (False, "NoInterpreter")] * 10
+    assert conditions_of(store, *flapping) == ["TelemetryOKFalse"] * 2
+    again = [(True, "Ok"), (False, "NoInterpreter")]
+    assert conditions_of(store, *again)[2:] == ["TelemetryOKTrue", "TelemetryOKFalse"]
+
+
+NO_INTERPRETER = [{"name": "interpreter", "status": "warn"}]
+READS_GPUS = [{"name": "interpreter", "status": "ok"}, {"name": "capability nvml", "status": "ok"}]
+
+
+@pytest.mark.parametrize(
+    ("other", "preflight", "expected"),
+    [
+        ("preflight", None, "/own/python"),
+        ("launching", None, "/own/python"),
+        ("failed", None, "/own/python"),
+        ("ready", NO_INTERPRETER, "/own/python"),
+        ("ready", None, "/no/python"),
+        ("ready", READS_GPUS, "/no/python"),
+    ],
+)
+def test_the_interpreter_of_another_run_that_cannot_be_used_reads_no_gpus(
+    store: Store, other: str, preflight: list[dict[str, str]] | None, expected: str
+) -> None:
+    def build(session: Session) -> str:
+        for name, python, state, report in (
+            ("b", "/own/python", "ready", None),
+            ("a", "/no/python", other, preflight),
+        ):
+            run = make_run(session, name=name, environment={"python": python})
+            make_attempt(session, run, state=state, preflight=report)
+        return run.node_id
+
+    node_id = write(store, build)
+    assert store.read_sync(lambda session: _load(session, node_id))[1] == expected
 
 
 class Harness:
