@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError, ResponseValidationError
 from starlette.exceptions import HTTPException
 
 from supervisor.api.jsonsafe import SafeJSONResponse
+from supervisor.api.wording import field_of, words_of
 from supervisor.domain import errors as domain
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ async def _on_supervisor_error(request: Request, error: Exception) -> Response:
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     faults = [
-        {"field": ".".join(str(part) for part in fault["loc"]), "message": fault["msg"]}
+        {"field": ".".join(str(part) for part in fault["loc"]), "message": words_of(fault)}
         for fault in error.errors()
     ]
     if any(fault["type"] == "json_invalid" for fault in error.errors()):
@@ -186,7 +187,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
             instance=instance_of(request),
             hint="send one JSON document in UTF-8",
         )
-    summary = "; ".join(f"{fault['field']}: {fault['message']}" for fault in faults[:3])
+    summary = "; ".join(f"{field_of(fault)} {words_of(fault)}" for fault in error.errors()[:3])
     return problem(
         422,
         "invalid-request",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,6 +64,9 @@ Fingerprint = Annotated[
         metavar="SHA256:…", help="Pin this host key without asking; refused if the host shows another."
     ),
 ]
+
+OPTIONAL = frozenset({"identity_file", "python", "find_links", "torch_index_url"})
+"""Settings that a node can be without."""
 
 
 class Transport(StrEnum):
@@ -127,12 +132,58 @@ def add(
         torch_index_url=torch_index_url,
         host_key_fingerprint=fingerprint,
     )
+    _require_address(transport, host, vmid)
     client = connect(ctx)
-    if transport is not Transport.LOCAL and fingerprint is None:
-        body["host_key_fingerprint"] = _confirmed_fingerprint(client, body)
-    node = client.post("/v1/nodes", body)
+    with _options_named(body):
+        if transport is not Transport.LOCAL and fingerprint is None:
+            body["host_key_fingerprint"] = _confirmed_fingerprint(client, body)
+        node = client.post("/v1/nodes", body)
     emit(node, output, table=lambda: typer.echo(f"node {node['name']} added"))
     say(f"next: dflashctl node check {node['name']}")
+
+
+def _require_address(transport: Transport, host: str | None, vmid: int | None) -> None:
+    """Refuse what cannot work before any host is dialled."""
+    if transport is not Transport.LOCAL and not host:
+        what = "the SSH host" if transport is Transport.SSH else "the Proxmox host"
+        raise UsageFaultError(f"--transport {transport.value} needs --host", hint=f"name {what} with --host")
+    if transport is Transport.PROXMOX and vmid is None:
+        raise UsageFaultError(
+            "--transport proxmox needs --vmid", hint="name the container's id, as pct list shows it"
+        )
+
+
+def _unset_if_empty(name: str, value: Any) -> Any:
+    if value != "":
+        return value
+    if name in OPTIONAL:
+        return None
+    raise UsageFaultError(
+        f"{_option(name)} cannot be empty",
+        hint=f"only these can be unset: {', '.join(map(_option, sorted(OPTIONAL)))}",
+    )
+
+
+def _option(field: str) -> str:
+    renamed = {"identity_file": "--identity", "host_key_fingerprint": "--fingerprint", "name": "NAME"}
+    return renamed.get(field, f"--{field.replace('_', '-')}")
+
+
+@contextmanager
+def _options_named(body: Json) -> Iterator[None]:
+    """Tell a refused field as the option that was typed, with its value and what is allowed."""
+    from supervisor.client import ApiError
+
+    try:
+        yield
+    except ApiError as error:
+        faults = error.body.get("errors") or []
+        told = [(fault["field"].removeprefix("body."), fault["message"]) for fault in faults]
+        known = [(field, message) for field, message in told if field in body]
+        if not known:
+            raise
+        text = "; ".join(f"{_option(field)} {body[field]!r} {message}" for field, message in known)
+        raise UsageFaultError(text, hint="see: dflashctl node add --help") from error
 
 
 def _confirmed_fingerprint(client: Client, body: Json) -> str:
@@ -177,7 +228,7 @@ def set_(
     fingerprint: Fingerprint = None,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Change settings of a node; what is not named stays."""
+    """Change settings of a node; what is not named stays, and '' unsets what is optional."""
     changes = _without_none(
         host=host,
         port=port,
@@ -195,9 +246,11 @@ def set_(
         raise UsageFaultError(
             "nothing to change", hint="name at least one setting, see: dflashctl node set --help"
         )
+    changes = {name: _unset_if_empty(name, value) for name, value in changes.items()}
     client = connect(ctx)
     found = find_object(client, "nodes", node)
-    changed = client.patch(path_of("nodes", found["name"]), changes)
+    with _options_named(changes):
+        changed = client.patch(path_of("nodes", found["name"]), changes)
     emit(changed, output, table=lambda: typer.echo(f"node {changed['name']} changed: {', '.join(changes)}"))
 
 

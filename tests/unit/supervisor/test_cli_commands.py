@@ -150,6 +150,33 @@ def test_nodes_from_add_to_rm(live):
     assert ctl("node", "ls", "-o", "json").json() == []
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["node", "add", "Bad_NAME!"], ["NAME 'Bad_NAME!'", "lower case letters"]),
+        (["node", "add", "n", "--root", "foo"], ["--root 'foo'", "absolute path"]),
+        (["node", "set", "local", "--log-dir", "foo"], ["--log-dir 'foo'", "absolute path"]),
+        (["node", "set", "local", "--root", ""], ["--root cannot be empty", "--python"]),
+        (["node", "add", "n", "--transport", "ssh"], ["--transport ssh needs --host"]),
+        (["node", "add", "n", "--transport", "proxmox", "--host", "203.0.113.1"], ["proxmox needs --vmid"]),
+    ],
+)
+def test_a_refused_setting_is_told_as_the_option_its_value_and_what_is_allowed(live, node, words, told):
+    result = ctl(*words)
+
+    assert (result.code, result.out) == (2, "")
+    assert all(part in result.err for part in told), result.err
+    assert "pattern" not in result.err
+
+
+def test_an_empty_value_unsets_an_optional_setting(live):
+    ctl("node", "add", "ct1", "--python", "/usr/bin/python3")
+
+    changed = ctl("node", "set", "ct1", "--python", "", "-o", "json")
+
+    assert (changed.code, changed.json()["python"]) == (0, None)
+
+
 def test_tables_in_pipes_are_tab_separated_and_whole(live, run):
     lines = ctl("ps").out.splitlines()
 
