@@ -110,14 +110,14 @@ def test_the_log_follows_until_the_reader_scrolls_up(page: Page, site: Site) -> 
     site.run("chatty", "--flood", "2000000", *LONG_RUN)
     open_run(page, site, "chatty")
     log = page.get_by_test_id("log")
-    expect(page.get_by_role("button", name="following")).to_be_visible()
+    expect(page.get_by_role("button", name="following the end")).to_be_visible()
     expect(log.locator(".log-line").nth(30)).to_be_attached()
 
     log.evaluate("element => { element.scrollTop = 0; }")
 
-    expect(page.get_by_role("button", name="follow", exact=True)).to_be_visible()
-    page.get_by_role("button", name="follow", exact=True).click()
-    expect(page.get_by_role("button", name="following")).to_be_visible()
+    expect(page.get_by_role("button", name="follow the end", exact=True)).to_be_visible()
+    page.get_by_role("button", name="follow the end", exact=True).click()
+    expect(page.get_by_role("button", name="following the end")).to_be_visible()
 
 
 def test_the_list_links_to_runs_and_filters_by_phase(page: Page, site: Site) -> None:

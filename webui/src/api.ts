@@ -16,6 +16,7 @@ export class ApiError extends Error {
 export type SessionState = "unknown" | "in" | "out";
 
 export const session = signal<SessionState>("unknown");
+export const loginNotice = signal<string | null>(null);
 
 interface Problem {
   detail?: string;

@@ -1,6 +1,6 @@
 import { render } from "preact";
 import { useEffect } from "preact/hooks";
-import { ApiError, get, login, logout, session } from "./api";
+import { ApiError, get, login, loginNotice, logout, session } from "./api";
 import { duration } from "./format";
 import { now } from "./live";
 import { Link, location, navigate } from "./routes";
@@ -46,7 +46,7 @@ function App() {
         <Link to="/" class="brand">dflash-supervisor</Link>
         <LinkBadge />
         <span class="spread" />
-        <button class="plain" onClick={toggleTheme} aria-label={`switch to ${theme.value === "dark" ? "light" : "dark"} theme`}>{theme.value === "dark" ? "light" : "dark"}</button>
+        <button class="plain" onClick={toggleTheme} aria-label={`switch to ${theme.value === "dark" ? "light" : "dark"} theme`}>{theme.value === "dark" ? "light theme" : "dark theme"}</button>
         <button class="plain" onClick={() => void logout()}>log out</button>
       </header>
       <main><Page /></main>
@@ -63,7 +63,8 @@ async function enter(): Promise<void> {
       await login(code);
       return;
     } catch (error) {
-      if (!(error instanceof ApiError)) throw error; // a used or expired code: the session may still be valid
+      if (!(error instanceof ApiError)) throw error; // the session of an earlier login may still be valid
+      loginNotice.value = "That link has been used or has expired: it logs in once.";
     }
   }
   try {

@@ -31,6 +31,8 @@ export interface Attempt {
   log_path: string;
   exit_code: number | null;
   exit_signal: number | null;
+  last_lines: string[];
+  launch_error: { message?: string } | null;
   status: Status | null;
   last_checkpoint: { step: number; path: string; saved_at: number | string } | null;
   release: string | null;

@@ -70,7 +70,7 @@ export function Actions({ run, onDone }: { run: Run; onDone: () => void }) {
       {error !== null && <Problem error={error} />}
       {asking && (
         <Confirm title={`${asking === "stop" ? "Stop" : "Restart"} ${run.name}?`} action={asking === "stop" ? "Stop" : "Restart"} isDangerous={asking === "stop"} onCancel={() => setAsking(null)} onConfirm={() => void act(asking)}>
-          <p>The trainer finishes its step and saves a checkpoint first; a {asking === "stop" ? "later start" : "new attempt"} resumes from it. Earlier logs stay as they are.</p>
+          <p>It is asked to finish its step and to save a checkpoint; a {asking === "stop" ? "later start" : "new attempt"} resumes from the newest one. A program that saves none begins again. Earlier logs stay as they are.</p>
           <PlanText plan={plan} />
         </Confirm>
       )}

@@ -1,3 +1,4 @@
+import { useState } from "preact/hooks";
 import { decimal, duration, integer, utc } from "../format";
 import { now } from "../live";
 import type { Attempt, Condition, Event, MetricRecord, Run } from "../model";
@@ -14,7 +15,7 @@ export function Facts({ run, latest }: { run: Run; latest: MetricRecord["train"]
       <dd>{status?.phase ?? "–"}{status?.phase_since != null && ` for ${duration(now.value / 1000 - status.phase_since)}`}{status?.message ? ` (${status.message})` : ""}</dd>
       <dt>step</dt>
       <dd>{integer(status?.step)} of {integer(status?.total_steps)}</dd>
-      <dt>loss · EAL · tokens/s</dt>
+      <dt>loss · expected acceptance length · tokens/s</dt>
       <dd>{decimal(latest?.loss, 3)} · {decimal(latest?.eal, 2)} · {integer(latest?.tok_s)}</dd>
       <dt>last checkpoint</dt>
       <dd>{checkpoint ? `step ${integer(checkpoint.step)}` : "–"}</dd>
@@ -25,7 +26,8 @@ export function Facts({ run, latest }: { run: Run; latest: MetricRecord["train"]
 
 // What holds is a line of badges; what does not hold, or is not known, says why and since when.
 export function Conditions({ conditions }: { conditions: Condition[] }) {
-  const open = conditions.filter((condition) => condition.status !== "true");
+  // after the end of an attempt most are not known any more, which its state says already
+  const open = conditions.filter((condition) => condition.status !== "true" && condition.reason !== "Ended");
   return (
     <>
       <div class="row" role="group" aria-label="conditions that hold">
@@ -76,12 +78,12 @@ export function Attempts({ attempts, selected, onSelect }: AttemptsProps) {
             <tbody>
               {attempts.map((attempt) => (
                 <tr key={attempt.id}>
-                  <td>{attempt.number}</td>
-                  <td><Badge word={attempt.state} /></td>
-                  <td>{attempt.trigger}</td>
-                  <td>{ending(attempt)}{attempt.message && <div class="soft">{attempt.message}</div>}</td>
-                  <td class="nowrap"><When at={attempt.started_at} /></td>
-                  <td>{attempt.started_at ? duration(((attempt.ended_at ? Date.parse(attempt.ended_at) : now.value) - Date.parse(attempt.started_at)) / 1000) : "–"}</td>
+                  <td data-label="No.">{attempt.number}</td>
+                  <td data-label="State"><Badge word={attempt.state} /></td>
+                  <td data-label="Why it began">{attempt.trigger}</td>
+                  <td data-label="Why it ended">{ending(attempt)}{attempt.message && <div class="soft">{attempt.message}</div>}</td>
+                  <td data-label="Started" class="nowrap"><When at={attempt.started_at} /></td>
+                  <td data-label="Ran">{attempt.started_at ? duration(((attempt.ended_at ? Date.parse(attempt.ended_at) : now.value) - Date.parse(attempt.started_at)) / 1000) : "–"}</td>
                   <td><button class="plain" aria-pressed={attempt.number === selected} title={attempt.log_path} onClick={() => onSelect(attempt.number)}>show log</button></td>
                 </tr>
               ))}
@@ -93,7 +95,23 @@ export function Attempts({ attempts, selected, onSelect }: AttemptsProps) {
   );
 }
 
+const SHOWN_EVENTS = 12;
+
+// The reason and the last words of an attempt that did not end well, where the reader looks first.
+export function Failure({ attempt }: { attempt: Attempt | null }) {
+  if (!attempt || !["failed", "launch_failed", "lost", "quarantined"].includes(attempt.state)) return null;
+  const words = attempt.launch_error?.message ?? attempt.last_lines.at(-1);
+  return (
+    <div class="notice" role="status">
+      <strong>{ending(attempt)}</strong>{attempt.message && `: ${attempt.message}`}
+      {words && <div class="mono">{words}</div>}
+    </div>
+  );
+}
+
 export function Events({ events }: { events: Event[] }) {
+  const [isAll, setAll] = useState(false);
+  const shown = isAll ? events : events.slice(0, SHOWN_EVENTS);
   return (
     <section class="card" aria-label="events">
       <h2>Events</h2>
@@ -102,7 +120,7 @@ export function Events({ events }: { events: Event[] }) {
         <div class="scroll" tabIndex={0}>
           <table>
             <tbody>
-              {events.map((event) => (
+              {shown.map((event) => (
                 <tr key={event.id}>
                   <td class="soft nowrap"><When at={event.at} /></td>
                   <td>{event.reason}</td>
@@ -113,6 +131,9 @@ export function Events({ events }: { events: Event[] }) {
             </tbody>
           </table>
         </div>
+      )}
+      {events.length > SHOWN_EVENTS && (
+        <button class="plain" onClick={() => setAll(!isAll)}>{isAll ? "show fewer" : `show ${events.length - SHOWN_EVENTS} more`}</button>
       )}
     </section>
   );

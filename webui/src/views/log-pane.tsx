@@ -118,7 +118,7 @@ export function LogPane({ run, attempt, attemptId, isLive }: Props) {
         <h2>Log of attempt {attempt}</h2>
         <div class="row">
           <input type="search" placeholder="filter lines" aria-label="filter log lines" value={needle} onInput={(event) => setNeedle(event.currentTarget.value)} />
-          <button aria-pressed={isFollowing} onClick={() => setFollowing(!isFollowing)}>{isFollowing ? "following" : "follow"}</button>
+          <button aria-pressed={isFollowing} onClick={() => setFollowing(!isFollowing)}>{isFollowing ? "following the end" : "follow the end"}</button>
           <a class="button" href={`/v1/runs/${encodeURIComponent(run)}/attempts/${attempt}/log`} download={`${run}-${attempt}.log`}>download</a>
         </div>
       </div>

@@ -1,5 +1,5 @@
 import { useState } from "preact/hooks";
-import { login } from "../api";
+import { login, loginNotice } from "../api";
 import { Problem } from "./parts";
 
 export function Login() {
@@ -22,6 +22,7 @@ export function Login() {
     <main>
       <form class="card" style={{ maxWidth: "460px", margin: "64px auto" }} onSubmit={(event) => void submit(event)}>
         <h1>Log in</h1>
+        {loginNotice.value && <p class="notice warn">{loginNotice.value}</p>}
         <p class="soft">
           Paste an API token. <code>dflashctl serve</code> prints where the admin token lies, and a link that logs in once;
           <code> dflashctl token create</code> makes further ones.

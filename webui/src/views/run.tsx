@@ -7,7 +7,7 @@ import { Link, location, navigate, runPath } from "../routes";
 import { append, bucketLines, line, times } from "../series";
 import { on, onReopen } from "../stream";
 import { Actions } from "./actions";
-import { Attempts, Conditions, Events, Facts } from "./details";
+import { Attempts, Conditions, Events, Facts, Failure } from "./details";
 import { Gpus } from "./gpus";
 import { LogPane } from "./log-pane";
 import { Badge, Problem } from "./parts";
@@ -20,6 +20,9 @@ interface Live {
 
 function Charts({ records }: { records: MetricRecord[] }) {
   const at = times(records);
+  if (records.length === 0) {
+    return <p class="card soft" data-testid="no-metrics">No metrics yet: charts appear with the first line that the trainer writes (a program that writes no metrics.ndjson has none).</p>;
+  }
   return (
     <section class="card grid" aria-label="charts">
       <Chart title="Loss" unit="" times={at} lines={[line(records, "loss", "--series-1", (r) => r.train?.loss)]} format={(v) => decimal(v, 2)} />
@@ -86,6 +89,7 @@ export function RunView({ name }: { name: string }) {
         </div>
         {error !== null && <Problem error={error} />}
         {run.hold && <div class="notice warn"><strong>{run.hold.reason}</strong>: {run.hold.message}</div>}
+        <Failure attempt={run.attempt} />
         <Facts run={run} latest={latest} />
         <Conditions conditions={run.conditions} />
       </section>

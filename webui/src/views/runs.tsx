@@ -19,13 +19,13 @@ function Row({ run, onChange }: { run: Run; onChange: () => void }) {
   return (
     <tr>
       <td><Link to={runPath(run.name)}><strong>{run.name}</strong></Link><div class="soft">{run.node}</div></td>
-      <td><Badge word={run.phase} />{run.hold && <div class="soft">{run.hold.reason}</div>}</td>
-      <td class="number">{run.attempt?.number ?? "–"}</td>
-      <td class="number">{progress(run)}</td>
-      <td class="number">{decimal(run.train?.loss, 3)}</td>
-      <td class="number">{decimal(run.train?.eal, 2)}</td>
-      <td class="number">{integer(run.train?.tok_s)}</td>
-      <td><When at={run.attempt?.ended_at ?? run.attempt?.started_at} /></td>
+      <td><Badge word={run.phase} />{(run.hold ?? run.attempt)?.reason && run.phase !== "running" && <div class="soft">{(run.hold ?? run.attempt)?.reason}</div>}</td>
+      <td data-label="Attempt" class="number">{run.attempt?.number ?? "–"}</td>
+      <td data-label="Step" class="number">{progress(run)}</td>
+      <td data-label="Loss" class="number">{decimal(run.train?.loss, 3)}</td>
+      <td data-label="Expected acceptance length" class="number">{decimal(run.train?.eal, 2)}</td>
+      <td data-label="Tokens/s" class="number">{integer(run.train?.tok_s)}</td>
+      <td data-label="Since"><When at={run.attempt?.ended_at ?? run.attempt?.started_at} /></td>
       <td><Actions run={run} onDone={onChange} /></td>
     </tr>
   );
@@ -84,7 +84,7 @@ export function RunList() {
         <div class="card scroll" tabIndex={0}>
           <table>
             <thead>
-              <tr><th>Run</th><th>Phase</th><th class="number">Attempt</th><th class="number">Step</th><th class="number">Loss</th><th class="number">EAL</th><th class="number">Tokens/s</th><th>Since</th><th>Actions</th></tr>
+              <tr><th>Run</th><th>Phase</th><th class="number">Attempt</th><th class="number">Step</th><th class="number">Loss</th><th class="number"><abbr title="expected acceptance length">EAL</abbr></th><th class="number">Tokens/s</th><th>Since</th><th>Actions</th></tr>
             </thead>
             <tbody>{shown.map((run) => <Row key={run.id} run={run} onChange={load} />)}</tbody>
           </table>
