@@ -22,10 +22,11 @@ Condition = tuple[ConditionType, bool | None, str, str]
 _OF_THE_LIVING = (
     ConditionType.SHIM_PRESENT,
     ConditionType.PROGRESSING,
+    ConditionType.QUALITY_OK,
     ConditionType.TELEMETRY_OK,
     ConditionType.DISK_OK,
 )
-"""Nothing can be said about these once the attempt has ended; the last word on quality stays."""
+"""Nothing can be said about these once the attempt has ended; events and a hold keep what was wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
