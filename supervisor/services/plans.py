@@ -7,6 +7,7 @@ Called by the routes for `?dry_run=true`. Every plan has `action`, `summary`, `s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from sqlmodel import Session
@@ -20,7 +21,7 @@ from supervisor.domain.layout import render_log_path
 from supervisor.domain.run import AttemptState, DesiredState
 from supervisor.domain.spec import RunSpec
 from supervisor.store.costs import cost_of, phase_times
-from supervisor.store.facts import spec_of
+from supervisor.store.facts import is_program, spec_of
 from supervisor.store.queries import (
     current_deployment,
     deployment_for_run,
@@ -106,7 +107,11 @@ def plan_restart(
     if live is None:
         return {**plan_start(session, run, clock=clock, resume=resume), "action": "restart"}
     cost = cost_of(session, run, live)
+    refusal = wait_refusal(run, live)
     advice, why = recommend(cost)
+    if refusal is not None:
+        cost = replace(cost, wait_s=None, next_checkpoint_gpu_s=None)
+        advice, why = "now", "the program has reported no checkpoint: waiting for one would save nothing"
     spec = spec_of(live)
     steps = []
     if when == "next_checkpoint":
@@ -121,6 +126,7 @@ def plan_restart(
         steps,
         costs=costs,
         risks=_start_risks(session, run),
+        would_refuse=refusal if when == "next_checkpoint" else None,
     )
 
 
@@ -162,6 +168,22 @@ def earlier_refusal(run: Run) -> dict[str, Any]:
         "reason": "NoEarlierDeployment",
         "message": f"run {run.name} has never run on another release and environment",
         "hint": "deploy the one you want, then restart",
+    }
+
+
+def wait_refusal(run: Run, live: Attempt | None) -> dict[str, Any] | None:
+    """Why a restart may not wait for a checkpoint of the live attempt; None when it may.
+
+    A program of the user's that reports neither a checkpoint nor when it writes one may never do so.
+    """
+    if live is None or not is_program(live.spec) or live.last_checkpoint is not None:
+        return None
+    if (live.last_status or {}).get("checkpoint_interval_s") is not None:
+        return None
+    return {
+        "reason": "NoCheckpoints",
+        "message": f"attempt {live.number} of run {run.name} has reported no checkpoint to wait for",
+        "hint": f"restart it now: dflashctl restart {run.name} --when now",
     }
 
 

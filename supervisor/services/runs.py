@@ -11,9 +11,10 @@ from typing import Any
 
 from sqlmodel import Session, col, select
 
+from supervisor.domain.decide import derive_phase
 from supervisor.domain.errors import ConflictError, RequestError
 from supervisor.domain.restart import Ledger
-from supervisor.domain.run import AttemptState, DesiredState
+from supervisor.domain.run import AttemptState, DesiredState, RunPhase
 from supervisor.domain.spec import RunSpec, render_spec, spec_digest
 from supervisor.services.nodes import require_version
 from supervisor.services.operations import create_done, create_operation
@@ -25,9 +26,11 @@ from supervisor.services.plans import (
     plan_rollback,
     plan_start,
     plan_stop,
+    wait_refusal,
 )
 from supervisor.store.attempts import bump
 from supervisor.store.events import now_of, record_event
+from supervisor.store.facts import desired_of, history_of
 from supervisor.store.operations import new_id, supersede_operations
 from supervisor.store.queries import (
     find_earlier_deployment,
@@ -65,6 +68,8 @@ __all__ = [
 INTENT_KINDS = ("start", "stop", "restart", "rollback", "declare_lost")
 WHEN = ("now", "next_checkpoint")
 MAX_ATTEMPTS = 200
+_OVER = (RunPhase.SUCCEEDED, RunPhase.FAILED)
+"""Phases that no further attempt follows, although the run is still wanted."""
 
 
 def put_run(session: Session, spec: RunSpec, *, actor: str, request_id: str | None = None) -> Run:
@@ -140,8 +145,10 @@ def delete_run(
     """
     require_version(run, expected_version)
     live = live_attempt(session, run.id)
-    if live is not None or run.desired == DesiredState.RUNNING:
-        state = live.state if live else "waiting for its next attempt"
+    phase = derive_phase(desired_of(session, run), history_of(session, run))
+    if live is not None or (run.desired == DesiredState.RUNNING and phase not in _OVER):
+        waits = "held" if phase is RunPhase.HELD else "waiting for its next attempt"
+        state = live.state if live else waits
         raise ConflictError(
             f"run {run.name} is {state}",
             reason="RunLive",
@@ -287,7 +294,7 @@ def request_restart(
 
     Raises:
         RequestError: bad `when` or `resume`.
-        ConflictError: Quarantined.
+        ConflictError: Quarantined, or NoCheckpoints to wait for.
     """
     if when not in WHEN:
         raise RequestError(
@@ -295,7 +302,11 @@ def request_restart(
         )
     reason = reason or "restart requested"
     _check_resume(resume)
-    _refuse_quarantine(run, live_attempt(session, run.id))
+    live = live_attempt(session, run.id)
+    _refuse_quarantine(run, live)
+    refusal = wait_refusal(run, live) if when == "next_checkpoint" else None
+    if refusal is not None:
+        raise ConflictError(**refusal)
     _want(session, run, DesiredState.RUNNING, actor=actor, reason=reason)
     run.restart_request = _restart_request(session, run, when=when, save=save, resume=resume, reason=reason)
     params = {"when": when, "save": save, "resume": resume, "reason": reason}

@@ -111,7 +111,7 @@ def _run_summary(session: Session, run: Run, rows: _RunRows, clock: Clock | None
         "conditions": run.conditions,
         "attempt": attempt_view(session, newest, clock) if newest else None,
         "attempt_count": rows.attempt_count,
-        "status": newest.last_status if newest else None,
+        "status": _status_of(newest) if newest else None,
         "status_age_s": age_s(newest.last_status_at if newest else None, now),
         "metrics": metrics,
         "queue": record.get("queue"),
@@ -397,6 +397,13 @@ def _pair_of(deployment: Deployment | None) -> dict[str, Any] | None:
         "created_at": text(deployment.created_at),
         "ready_at": text(deployment.ready_at),
     }
+
+
+def _status_of(attempt: Attempt) -> dict[str, Any] | None:
+    """The trainer's own record; of a program without one, the step that was found in its log."""
+    if attempt.last_status is not None or attempt.last_step is None:
+        return attempt.last_status
+    return {"step": attempt.last_step}
 
 
 def _leased_gpus(snapshot: Mapping[str, Any] | None, attempt: Attempt | None) -> dict[str, Any] | None:

@@ -290,6 +290,30 @@ def test_a_run_is_removed_only_when_nobody_wants_it(store: Store) -> None:
     assert events(store)[-1].reason == "RunRemoved"
 
 
+@pytest.mark.parametrize(
+    ("verdict", "refusal"),
+    [("fail", None), ("succeeded", None), ("restart", "waiting for its next attempt"), ("hold", "is held")],
+)
+def test_a_wanted_run_is_removed_once_nothing_follows(
+    store: Store, verdict: str, refusal: str | None
+) -> None:
+    change(store, runs.request_start, actor="t")
+    ended = with_attempt(store, "launch_failed", reason="PreflightFailed")
+
+    def judge(session: Session) -> None:
+        run = the_run(session)
+        run.ledger = {**run.ledger, "evaluated": ended.id, "verdict": verdict}
+        session.add(run)
+
+    store.write_sync(judge)
+    if refusal:
+        with pytest.raises(ConflictError, match=refusal):
+            change(store, runs.delete_run, actor="t")
+    else:
+        change(store, runs.delete_run, actor="t")
+        assert events(store)[-1].reason == "RunRemoved"
+
+
 def test_attempts_are_paged_newest_first(store: Store) -> None:
     for _ in range(5):
         with_attempt(store, "failed")
@@ -342,6 +366,45 @@ def test_a_restart_plan_knows_its_cost_from_earlier_attempts(store: Store, clock
     assert plan["costs"]["recommendation"] == "next_checkpoint"
     assert [step["action"] for step in plan["steps"]][:2] == ["ask", "term"]
     assert "train_slammed3.log" in str(plan["steps"])
+
+
+PROGRAM = {"source": "none", "command": {"argv": ["/opt/own"]}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "fields", "is_refused"),
+    [
+        (PROGRAM, {}, True),
+        (PROGRAM, {"last_checkpoint": {"step": 1, "path": "/c", "saved_at": 1.0}}, False),
+        (PROGRAM, {"last_status": {"phase": "training", "checkpoint_interval_s": 60}}, False),
+        ({}, {}, False),
+    ],
+    ids=["silent", "has saved", "will save", "trainer"],
+)
+def test_a_restart_never_waits_for_a_checkpoint_that_nobody_writes(
+    store: Store, spec: dict[str, Any], fields: dict[str, Any], is_refused: bool
+) -> None:
+    store.write_sync(lambda session: make_run(session, **spec))
+    with_attempt(store, "stopped", ready_at=T0, stopping_at=T0, ended_at=T0.replace(minute=9))
+    with_attempt(store, "ready", ready_at=T0.replace(minute=0, hour=1), **fields)
+
+    def plan(when: str) -> dict[str, Any]:
+        return store.read_sync(lambda session: runs.plan_restart(session, the_run(session), when=when))
+
+    assert plan("now")["would_refuse"] is None
+    shown = plan("next_checkpoint")
+    if not is_refused:
+        assert shown["would_refuse"] is None
+        assert change(store, runs.request_restart, actor="t", when="next_checkpoint").status != "failed"
+        return
+    assert shown["would_refuse"]["reason"] == "NoCheckpoints"
+    assert (shown["costs"]["recommendation"], shown["costs"]["next_checkpoint_gpu_s"]) == ("now", None)
+    before = everything(store)
+    with pytest.raises(ConflictError, match="no checkpoint to wait for") as caught:
+        change(store, runs.request_restart, actor="t", when="next_checkpoint")
+    assert "--when now" in str(caught.value.hint)
+    assert everything(store) == before
+    change(store, runs.request_restart, actor="t", when="now")
 
 
 def test_a_start_plan_says_what_would_be_refused(store: Store) -> None:
@@ -449,6 +512,14 @@ def test_a_view_shows_phase_budget_and_newest_attempt(store: Store, clock: FakeC
     assert view["gpu"]["reason"] == "NoSample"
     assert (view["metrics"], view["queue"]) == (None, None)
     assert view["attempt"]["duration_s"] == 5
+
+
+def test_the_step_of_a_program_without_a_status_record_is_shown(store: Store) -> None:
+    with_attempt(store, "ready", last_step=None)
+    assert store.read_sync(lambda session: views.run_view(session, the_run(session)))["status"] is None
+    with_attempt(store, "ready", last_step=42)
+    shown = store.read_sync(lambda session: views.run_view(session, the_run(session)))
+    assert (shown["status"], shown["status_age_s"]) == ({"step": 42}, None)
 
 
 def test_drift_explain_and_checkpoints_are_shown(store: Store) -> None:
