@@ -347,7 +347,8 @@ def bundled_sources(settings: Settings) -> DeploySources:
 def create_app(settings: Settings | None = None) -> FastAPI:
     """The application; its lifespan starts and stops the daemon."""
     chosen = settings or load_settings()
-    configure_logging(chosen.log_level, chosen.log_format)
+    is_level_chosen = "log_level" in chosen.model_fields_set
+    configure_logging(chosen.log_level if is_level_chosen else None, chosen.log_format)
     daemon = Daemon(chosen)
 
     @contextlib.asynccontextmanager

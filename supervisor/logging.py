@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 
 MASK = "********"
+FRAMEWORKS = ("alembic", "uvicorn")
 _SECRET_KEY = re.compile(
     r"(secret|token|passw|api_?key|authorization|cookie|credential|private)", re.IGNORECASE
 )
@@ -39,8 +40,12 @@ def _redact_event(_logger: Any, _method: str, event: MutableMapping[str, Any]) -
     return event
 
 
-def configure_logging(level: str = "info", style: str = "auto") -> None:
-    """Send structlog and the standard library's loggers to stderr in one format."""
+def configure_logging(level: str | None = None, style: str = "auto") -> None:
+    """Send structlog and the standard library's loggers to stderr in one format.
+
+    Without a level a person at a terminal sees warnings only, a log collector our own info lines too; the
+    routine lines of the frameworks are left out for both.
+    """
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,
@@ -72,6 +77,8 @@ def configure_logging(level: str = "info", style: str = "auto") -> None:
         root.removeHandler(old)
     handler.is_ours = True  # type: ignore[attr-defined]
     root.addHandler(handler)
-    root.setLevel(level.upper())
+    root.setLevel((level or ("warning" if sys.stderr.isatty() else "info")).upper())
+    for name in FRAMEWORKS:
+        logging.getLogger(name).setLevel(logging.WARNING if level is None else logging.NOTSET)
     logging.getLogger("paramiko").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)

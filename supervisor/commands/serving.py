@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from enum import StrEnum
 from importlib import metadata
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from supervisor.commands.output import Format, OutputOption, emit, say
-from supervisor.commands.session import session_of
+from supervisor.commands.output import Format, OutputOption, emit, is_interactive, say
+from supervisor.commands.session import DEFAULT_URL, session_of
 from supervisor.domain.errors import SupervisorError
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 
 DISTRIBUTION = "dflash-supervisor"
 COMPLETE_VARIABLE = "_DFLASHCTL_COMPLETE"
+STATE_DIR_HELP = (
+    "State folder of the daemon; default ~/.local/state/dflash-supervisor, "
+    "as root /var/lib/dflash-supervisor."
+)
+LOG_LEVEL_HELP = "How much goes to stderr; default: warnings on a terminal, info elsewhere."
 
 
 class Shell(StrEnum):
@@ -51,7 +57,7 @@ def register(root: typer.Typer) -> None:
 
 
 def serve(
-    state_dir: Annotated[Path | None, typer.Option(help="State folder of the daemon.")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help=STATE_DIR_HELP)] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; default 127.0.0.1.")] = None,
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Default 8420; 0 takes a free one.")
@@ -61,7 +67,7 @@ def serve(
     ] = False,
     tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificate chain, PEM.")] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Private key, PEM.")] = None,
-    log_level: Annotated[LogLevel | None, typer.Option(help="How much goes to stderr.")] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help=LOG_LEVEL_HELP)] = None,
 ) -> None:
     """Run the daemon; prints one line with its URL and the file of the admin token.
 
@@ -91,8 +97,22 @@ def serve(
         code = await _login_code(app)
         typer.echo(f"listening on {url}/#code={code}  admin token: {settings.admin_token_file}")
         sys.stdout.flush()
+        for hint in _hints(url, settings.admin_token_file):
+            say(hint)
 
     asyncio.run(serve_app(app, Binding.of(settings), announce))
+
+
+def _hints(url: str, token_file: Path) -> list[str]:
+    """What a person needs beside the one line: the link's life, and how other shells find this daemon."""
+    from supervisor.settings import default_state_dir
+
+    hints = ["the link logs a browser in, once, within 15 minutes"] if is_interactive() else []
+    if url != DEFAULT_URL:
+        hints.append(f"export DFLASHCTL_URL={shlex.quote(url)}")
+    if token_file.parent != default_state_dir():
+        hints.append(f"export DFLASHCTL_TOKEN_FILE={shlex.quote(str(token_file))}")
+    return hints
 
 
 async def _login_code(app: FastAPI) -> str:

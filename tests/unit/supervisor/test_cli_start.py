@@ -49,6 +49,12 @@ def daemon(state_dir, *words):
     errors = []
     drain = threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True)
     drain.start()
+
+    def all_errors():
+        drain.join(10)
+        return errors
+
+    process.errors = all_errors
     watchdog = threading.Timer(WAIT_S, process.kill)
     watchdog.start()
     try:
@@ -111,6 +117,29 @@ def test_serve_prints_one_line_and_ends_with_open_streams(tmp_path):
     assert state_dir.stat().st_mode & 0o777 == 0o700
     assert not any(line.startswith("event:") for line in rest_of_stream)
     assert (ended, more_output) == (0, "")
+
+
+def test_serve_says_how_the_client_finds_it_and_leaves_out_routine_lines(tmp_path):
+    with daemon(tmp_path / "a b") as (process, line):
+        url = line.removeprefix("listening on ").partition("/#code=")[0]
+        process.send_signal(signal.SIGTERM)
+        process.wait(WAIT_S)
+        errors = process.errors()
+
+    assert errors == [
+        f"export DFLASHCTL_URL={url}\n",
+        f"export DFLASHCTL_TOKEN_FILE='{tmp_path}/a b/admin.token'\n",
+    ]
+
+
+def test_serve_shows_routine_lines_when_asked(tmp_path):
+    with daemon(tmp_path, "--log-level", "info") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        process.wait(WAIT_S)
+        errors = "".join(process.errors())
+
+    assert "uvicorn.error" in errors
+    assert "alembic" in errors
 
 
 def test_a_second_daemon_on_the_same_state_is_refused_by_name(tmp_path):
