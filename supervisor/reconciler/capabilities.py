@@ -26,6 +26,14 @@ REMEDIES: Mapping[str, str] = {
     "cuda": "needs a CUDA build of torch, the driver's libraries in the node and at least one visible GPU",
 }
 
+PACKAGES: Mapping[str, str] = {
+    "nvml": "nvidia-ml-py",
+    "wandb": "wandb",
+    "flash_linear_attention": "flash-linear-attention",
+    "kernels": "liger-kernel",
+}
+"""What to install in an interpreter that is not ours: no deploy changes that."""
+
 _DRIVER_REASONS: Mapping[str, str] = {
     "LibraryNotFound": "install the NVIDIA user-space libraries of the host's driver version in the node",
     "DriverMismatch": "install the same driver version in the node as on its host",
@@ -34,27 +42,43 @@ _DRIVER_REASONS: Mapping[str, str] = {
 
 
 async def probe_capabilities(
-    connection: NodeConnection, python: str, names: Iterable[str] = CAPABILITIES
+    connection: NodeConnection, python: str, names: Iterable[str] = CAPABILITIES, *, is_external: bool = False
 ) -> dict[str, Any]:
-    """Probe with the interpreter `python` in the node; the answer maps each name to what was found."""
+    """Probe with the interpreter `python` in the node; the answer maps each name to what was found.
+
+    Args:
+        connection: to the node.
+        python: path of the interpreter.
+        names: of the capabilities.
+        is_external: the interpreter is the user's, so remedies name it and not the lock.
+    """
     wanted = list(names)
     try:
         answer = await connection.request(
             "probe", python=python, capabilities=wanted, deadline_s=PROBE_DEADLINE_S
         )
     except ShimError as error:
-        return {name: _unknown(error) for name in wanted}
-    return {name: with_remedy(name, entry) for name, entry in answer["capabilities"].items()}
+        remedy = error.hint or (interpreter_remedy(python) if is_external else "")
+        return {name: _unknown(error, remedy) for name in wanted}
+    external = python if is_external else None
+    return {name: with_remedy(name, entry, external) for name, entry in answer["capabilities"].items()}
 
 
-def _unknown(error: ShimError) -> dict[str, Any]:
-    return {"available": None, "reason": error.reason, "message": error.message, "remedy": error.hint or ""}
+def _unknown(error: ShimError, remedy: str) -> dict[str, Any]:
+    return {"available": None, "reason": error.reason, "message": error.message, "remedy": remedy}
 
 
-def with_remedy(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The probe's entry plus what to do about it."""
-    reason = entry.get("reason")
-    remedy = "" if entry.get("available") else _DRIVER_REASONS.get(str(reason), REMEDIES.get(name, ""))
+def interpreter_remedy(python: str) -> str:
+    """What to do about an interpreter of the user's that cannot be run."""
+    return f'correct [environment] python = "{python}": it must be a Python interpreter on the node'
+
+
+def with_remedy(name: str, entry: Mapping[str, Any], external: str | None = None) -> dict[str, Any]:
+    """The probe's entry plus what to do about it, in an external interpreter when one is named."""
+    remedy = REMEDIES.get(name, "")
+    if external is not None and name in PACKAGES:
+        remedy = f'{external} -m pip install {PACKAGES[name]}, or {name} = "off"'
+    remedy = "" if entry.get("available") else _DRIVER_REASONS.get(str(entry.get("reason")), remedy)
     return {**entry, "remedy": remedy}
 
 

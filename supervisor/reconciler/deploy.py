@@ -154,7 +154,10 @@ class Deployer:
             return
         self._report("capabilities", "probing capabilities", None, None)
         await self._connection.wait_open(OPEN_WAIT_S)
-        pair.capabilities = await probe_capabilities(self._connection, pair.environment.python)
+        environment = pair.environment
+        pair.capabilities = await probe_capabilities(
+            self._connection, environment.python, is_external=environment.kind == "external"
+        )
 
     def _read_sources(self, request: DeployRequest) -> tuple[ReleaseArchive | None, str | None]:
         archive = None

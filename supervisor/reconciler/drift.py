@@ -81,13 +81,18 @@ class DriftWatch:
     async def external_capabilities(
         self, connection: NodeConnection, python: str, spec: RunSpec
     ) -> dict[str, Any]:
-        """Capabilities of an interpreter that is not ours; probed once, and again after a change."""
+        """Capabilities of an interpreter that is not ours; probed until it has all, and after a change.
+
+        What was missing may have been installed since: nobody tells us of it while no attempt is live.
+        """
         key = (connection.address.id, python)
         names = [name for name, need in spec.capabilities.model_dump().items() if need != "off"]
         known = self._external.get(key)
         if known is None or not set(names) <= set(known):
-            known = await probe_capabilities(connection, python, names)
-            self._external[key] = known
+            known = await probe_capabilities(connection, python, names, is_external=True)
+            self._external.pop(key, None)
+            if all(entry.get("available") for entry in known.values()):
+                self._external[key] = known
         return known
 
     def fingerprint(self, connection: NodeConnection, python: str, run_id: str) -> dict[str, Any] | None:

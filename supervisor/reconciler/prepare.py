@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import posixpath
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from supervisor.domain.errors import SupervisorError
 from supervisor.domain.spec import RunSpec, flag_value
 from supervisor.reconciler import checks
 from supervisor.reconciler.act import render_argv
-from supervisor.reconciler.capabilities import capability_findings
-from supervisor.reconciler.checks import Finding, Report
+from supervisor.reconciler.capabilities import capability_findings, interpreter_remedy
+from supervisor.reconciler.checks import Finding, Report, Status
 from supervisor.reconciler.connections import NodeConnection
 from supervisor.reconciler.deploy_rows import interpreter_path
 from supervisor.reconciler.sampler import GpuView
@@ -167,7 +167,7 @@ def _paths_of(connection: NodeConnection, context: LaunchContext) -> dict[str, s
         and not spec.environment.python
     ):
         paths["environment"] = f"{layout.environment(context.environment.digest)}/complete.json"
-    if context.python is not None and not spec.command.is_program:
+    if context.python is not None and (spec.environment.python or not spec.command.is_program):
         paths["interpreter"] = context.python
     if spec.command.argv is not None:
         paths["program"] = spec.command.argv[0]
@@ -187,14 +187,25 @@ def _check_paths(
     for name, path in paths.items():
         if name in ("log", "log dir"):
             continue
-        findings.append(_check_present(name, path, found[name]))
+        finding = _check_present(name, path, found[name])
+        if name == "interpreter" and finding.status == "fail":
+            finding = _explain_interpreter(finding, spec)
+        findings.append(finding)
     return findings
+
+
+def _explain_interpreter(finding: Finding, spec: RunSpec) -> Finding:
+    """An external one has its own remedy; a program of the user's starts without it, its GPUs go unread."""
+    if spec.environment.python is None:
+        return finding
+    status: Status = "warn" if spec.command.is_program else "fail"
+    return replace(finding, status=status, remedy=interpreter_remedy(spec.environment.python))
 
 
 _REMEDIES: Mapping[str, tuple[str, str]] = {
     "release": ("ReleaseMissing", "the release is gone from the node: deploy again"),
     "environment": ("EnvironmentMissing", "the environment is gone from the node: deploy again"),
-    "interpreter": ("InterpreterMissing", "correct [environment] python, or deploy again"),
+    "interpreter": ("InterpreterMissing", "the environment's interpreter is gone: deploy again"),
     "program": ("ProgramMissing", "correct [command] argv: its first word must be an executable file"),
 }
 

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from supervisor.domain.deploy import lock_digest
-from supervisor.domain.errors import ConnectError, NotFoundError
+from supervisor.domain.errors import ConnectError, NotFoundError, ShimError
 from supervisor.domain.layout import Layout
 from supervisor.domain.spec import parse_run_dict
 from supervisor.reconciler.act import LaunchPlan, render_argv, render_request
+from supervisor.reconciler.drift import DriftWatch
 from supervisor.reconciler.prepare import LaunchContext, choose_gpus, prepare_launch
 from supervisor.reconciler.sampler import GpuView
 from supervisor.store.tables import Attempt, Environment, Release, Run
+from tests.support.domain_builders import FakeClock
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 RELEASE = Release(
@@ -24,6 +26,9 @@ RELEASE = Release(
 )
 BUILT = Environment(digest="e" * 8, kind="built", python="/srv/d/envs/eeeeeeee/bin/python", created_at=NOW)
 PRESENT = {"exists": True, "is_file": True, "executable": True, "disk": {"free": 1 << 40, "writable": True}}
+
+
+ALL_OFF = {"wandb": "off", "flash_linear_attention": "off", "kernels": "off"}
 
 
 def make_context(**changes: Any) -> LaunchContext:
@@ -167,6 +172,58 @@ async def test_what_is_not_on_the_node_refuses_with_its_reason(
     connection = FakeConnection()
     connection.special = special
     assert await failures(make_context(), connection) == reason
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [({"args": []}, "fail"), ({"argv": ["/opt/own"]}, "warn")],
+    ids=["trainer", "program"],
+)
+async def test_an_external_interpreter_that_is_not_there_is_named_before_the_launch(
+    command: dict[str, Any], status: str
+) -> None:
+    connection = FakeConnection()
+    connection.special = {"/usr/bin/nopython": {"exists": False}}
+    context = make_context(spec={"command": command, "environment": {"python": "/usr/bin/nopython"}})
+
+    report = (await prepare_launch(connection, context)).report  # type: ignore[arg-type]
+
+    found = next(item for item in report.findings if item.name == "interpreter")
+    assert (found.status, found.reason) == (status, "InterpreterMissing")
+    assert found.message == "/usr/bin/nopython does not exist on the node"
+    assert 'correct [environment] python = "/usr/bin/nopython"' in found.remedy
+
+
+class Prober:
+    """Answers `probe` with what an interpreter has, or with the reason why it cannot be run."""
+
+    def __init__(self, answer: dict[str, Any] | ShimError) -> None:
+        self.address = SimpleNamespace(id="n1")
+        self.answer = answer
+        self.probes = 0
+
+    async def request(self, op: str, **_: Any) -> dict[str, Any]:
+        assert op == "probe"
+        self.probes += 1
+        if isinstance(self.answer, ShimError):
+            raise self.answer
+        return {"capabilities": {"nvml": self.answer}}
+
+
+async def test_what_an_external_interpreter_lacks_is_installed_in_it_and_then_found() -> None:
+    spec = make_context(spec={"capabilities": {"nvml": "required", **ALL_OFF}}).spec
+    watch = DriftWatch(FakeClock(), lambda _: None)
+    prober = Prober(ShimError("cannot run /opt/py", reason="InterpreterMissing"))
+
+    async def asked() -> dict[str, Any]:
+        return (await watch.external_capabilities(prober, "/opt/py", spec))["nvml"]  # type: ignore[arg-type]
+
+    assert '"/opt/py"' in (await asked())["remedy"]
+    prober.answer = {"available": False, "reason": "MissingDependency", "message": "no pynvml"}
+    assert (await asked())["remedy"] == '/opt/py -m pip install nvidia-ml-py, or nvml = "off"'
+    prober.answer = {"available": True}
+    assert (await asked())["available"] is True
+    assert ((await asked())["remedy"], prober.probes) == ("", 3)
 
 
 async def test_a_model_path_that_does_not_exist_is_found_before_the_launch() -> None:
