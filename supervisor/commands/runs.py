@@ -34,6 +34,7 @@ from supervisor.commands.waiting import (
     NoWaitOption,
     TimeoutOption,
     finish_operation,
+    print_operation,
     wait_for_success,
 )
 from supervisor.domain.errors import ConfigError, SupervisorError
@@ -123,8 +124,9 @@ def run(
     """
     spec = _read_run_file(file)
     client = connect(ctx)
+    before = _generation_of(client, spec["name"])
     stored = client.post("/v1/runs", spec)
-    say(f"run {stored['name']}: generation {stored['generation']} stored")
+    say(f"run {stored['name']}: {_stored_text(stored, before)}")
     if is_no_start:
         emit(stored, output, table=lambda: typer.echo(stored["name"]))
         return
@@ -290,6 +292,25 @@ def _read_run_file(file: Path) -> dict[str, Any]:
     return render_spec(parse_run_file(text, str(file), base_dir=str(base_dir)))
 
 
+def _generation_of(client: Client, name: str) -> int | None:
+    from supervisor.client import ApiError
+
+    try:
+        return int(client.get(path_of("runs", name))["generation"])
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        return None
+
+
+def _stored_text(stored: Json, before: int | None) -> str:
+    generation = stored["generation"]
+    if generation == before:
+        return f"generation {generation} unchanged"
+    is_live = _attempt(stored).get("is_live")
+    return f"generation {generation} stored" + ("; used at the next start" if is_live else "")
+
+
 def _start(
     client: Client,
     name: str,
@@ -302,15 +323,27 @@ def _start(
 ) -> None:
     begun = time.monotonic()
     operation = client.post(path_of("runs", name, "start"), body)
+    if not is_no_wait:
+        operation = wait_for_success(client, operation, timeout_s=timeout)
+        _require_started(client, name)
     if is_no_wait or wait is WaitFor.STARTED:
-        finish_operation(
-            client, operation, fmt=output, is_waiting=not is_no_wait, timeout_s=timeout, subject=name
-        )
+        print_operation(operation, output, subject=name)
         return
-    wait_for_success(client, operation, timeout_s=timeout)
     left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
     found = _wait_for_phase(client, name, wait, left)
     emit(found, output, table=lambda: typer.echo(f"{name}: {wait.value}"))
+
+
+def _require_started(client: Client, name: str) -> None:
+    """A start that is done although its attempt is already over has not started anything."""
+    attempt = _attempt(client.get(path_of("runs", name)))
+    if attempt.get("state") != "launch_failed":
+        return
+    cause = attempt.get("message") or attempt.get("reason") or attempt["state"]
+    raise AttemptEndedError(
+        f"{name}: attempt {attempt['number']} was not launched: {clean(cause)}",
+        hint=f"see: dflashctl explain {name}; dflashctl logs {name}",
+    )
 
 
 def _wait_for_phase(client: Client, name: str, wait: WaitFor, timeout_s: float | None) -> Json:

@@ -27,6 +27,8 @@ DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Print the plan with its costs; change nothing.")
 ]
 
+ENDED = frozenset({"done", "failed", "superseded"})
+
 UNREACHABLE_REASONS = frozenset(
     {
         "OutcomeUnknown",
@@ -90,10 +92,15 @@ def finish_operation(
     """
     if is_waiting:
         operation = wait_for_success(client, operation, timeout_s=timeout_s)
-    else:
+    print_operation(operation, fmt, subject=subject)
+    return operation
+
+
+def print_operation(operation: Json, fmt: Format, *, subject: str) -> None:
+    """Its result when it is done, else its id."""
+    if operation["status"] not in ENDED:
         say(f"operation {operation['id']}")
     emit(operation, fmt, table=lambda: _print_done(operation, subject))
-    return operation
 
 
 def wait_for_success(client: Client, operation: Json, *, timeout_s: float | None) -> Json:
@@ -121,8 +128,13 @@ class _Reporter:
     def __init__(self) -> None:
         self._seen: str | None = None
         self._is_interactive = is_interactive()
+        self._is_line_open = False
 
     def __call__(self, operation: Json) -> None:
+        if operation["status"] in ENDED:
+            # Its record still holds the last step; the result says how it ended.
+            self._end_line()
+            return
         progress = operation.get("progress") or {}
         step = progress.get("step") or operation["status"]
         text = strip_escapes(f"{step}: {progress['message']}" if progress.get("message") else str(step))
@@ -130,11 +142,16 @@ class _Reporter:
         if self._is_interactive and total:
             share = 100 * (progress.get("done") or 0) / total
             typer.echo(f"\r\x1b[2K  {text} {share:.0f} %", err=True, nl=False)
-            self._seen = None
+            self._seen, self._is_line_open = None, True
         elif text != self._seen:
-            prefix = "\r\x1b[2K" if self._is_interactive and self._seen is None else ""
-            say(f"{prefix}  {text}")
+            self._end_line()
+            say(f"  {text}")
             self._seen = text
+
+    def _end_line(self) -> None:
+        if self._is_line_open:
+            say("")
+            self._is_line_open = False
 
 
 def _print_done(operation: Json, subject: str) -> None:

@@ -314,7 +314,29 @@ def test_run_on_a_live_run_stores_the_generation_and_is_a_conflict(live, run, tm
 
     assert result.code == 4
     assert "AlreadyRunning" in result.err
+    assert "generation 2 stored; used at the next start" in result.err
+    assert "generation 2 unchanged" in ctl("run", file).err
     assert ctl("show", "slammed", "-o", "json").json()["generation"] == 2
+
+
+def test_a_start_whose_attempt_was_never_launched_is_no_success(live, run):
+    def fail():
+        attempt = seed_attempt(live.api.state, run, attempt_state="preflight")
+        end_attempt(live.api.state, attempt, ended="launch_failed", exit_code=None)
+
+    with settle(live, first=fail):
+        result = ctl("start", "slammed")
+
+    assert (result.code, result.out) == (1, "")
+    assert "was not launched" in result.err
+
+
+def test_no_step_is_told_after_the_end(live, node):
+    with settle(live):
+        result = ctl("node", "deploy", "local")
+
+    assert result.code == 0
+    assert "on it" not in result.err
 
 
 def test_start_of_a_live_run_is_a_conflict_and_stop_of_a_stopped_run_is_done(live, run):
