@@ -310,20 +310,36 @@ def drift_view(session: Session, run: Run) -> dict[str, Any]:
     policy = spec_of(run).drift
     kind = drift.get("class")
     changes = list(drift.get("changes") or []) if live else []
-    is_stored_spec_newer = live is not None and live.generation < run.generation
+    newer = _spec_changes(run, live)
     return {
         "run": run.name,
         "attempt": live.number if live else None,
-        "is_drifted": bool(changes) or is_stored_spec_newer,
+        "is_drifted": bool(changes or newer),
         "class": kind if changes else None,
-        "message": drift.get("message") or "",
-        "changes": changes,
+        "message": "; ".join(filter(None, [drift.get("message"), *(item["meaning"] for item in newer)])),
+        "changes": changes + newer,
         "action": getattr(policy, kind) if changes and kind in POLICY_CLASSES else None,
         "first_seen_at": drift.get("first_seen_at") if changes else None,
         "last_restart_at": drift.get("last_restart_at"),
         "generation": {"live": live.generation if live else None, "stored": run.generation},
         "policy": policy.model_dump(mode="json"),
     }
+
+
+def _spec_changes(run: Run, live: Attempt | None) -> list[dict[str, Any]]:
+    """A run file stored since the live attempt pinned its own, as one more change that no policy acts on."""
+    if live is None or live.generation >= run.generation:
+        return []
+    return [
+        {
+            "kind": "spec",
+            "class": "spec",
+            "name": "run file",
+            "old": f"generation {live.generation}",
+            "new": f"generation {run.generation}",
+            "meaning": f"the run file stored since is used by the next start: dflashctl restart {run.name}",
+        }
+    ]
 
 
 def explain_view(session: Session, run: Run, clock: Clock | None = None) -> dict[str, Any]:

@@ -547,6 +547,21 @@ def test_drift_explain_and_checkpoints_are_shown(store: Store) -> None:
     assert [item["path"] for item in found] == ["/c/2", "/c/1"]
 
 
+def test_a_run_file_stored_since_the_start_is_a_difference_of_its_own(store: Store) -> None:
+    def shown() -> dict[str, Any]:
+        return store.read_sync(lambda session: views.drift_view(session, the_run(session)))
+
+    with_attempt(store, "ready")
+    assert (shown()["is_drifted"], shown()["changes"], shown()["message"]) == (False, [], "")
+    store.write_sync(lambda session: make_run(session, env={"A": "1"}))
+    found = shown()
+    assert (found["is_drifted"], found["class"], found["action"]) == (True, None, None)
+    assert [(item["name"], item["old"], item["new"]) for item in found["changes"]] == [
+        ("run file", "generation 1", "generation 2")
+    ]
+    assert "next start" in found["message"]
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
