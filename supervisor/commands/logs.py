@@ -64,27 +64,82 @@ def logs(
         number = _next_attempt(client, found["name"], 0)
     if number is None:
         return
-    offset = _tail_offset(client, found["name"], number, tail) if tail is not None else 0
+    name = found["name"]
+    _require_attempt(client, name, number)
     try:
         if is_following:
-            _follow(client, found["name"], number, offset, is_pinned=attempt is not None, write=write)
+            offset = _offset_to_follow(client, name, number, tail)
+            _follow(client, name, number, offset, is_pinned=attempt is not None, write=write)
         else:
-            _print_once(client, found["name"], number, offset, write)
+            _print_whole(client, name, number, tail, write)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
     finally:
         write(b"")
 
 
-def _print_once(client: Client, name: str, number: int, offset: int, write: Write) -> None:
+def _require_attempt(client: Client, name: str, number: int) -> None:
+    from supervisor.client import ApiError
+
+    try:
+        client.get(path_of("runs", name, "attempts", str(number)))
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        attempts = client.list_all(path_of("runs", name, "attempts"), maximum=200)
+        numbers = sorted(attempt["number"] for attempt in attempts)
+        known = f"it has {', '.join(map(str, numbers[-10:]))}" if numbers else "it has none yet"
+        raise NotFoundError(
+            f"run {name} has no attempt {number}: {known}", hint=f"see: dflashctl show {name}"
+        ) from error
+
+
+def _offset_to_follow(client: Client, name: str, number: int, tail: int | None) -> int:
+    from supervisor.client import ApiError
+
+    if tail is None:
+        return 0
+    try:
+        return _tail_offset(client, name, number, tail)
+    except ApiError as error:
+        if error.reason != "NoLog":
+            raise
+        return 0  # not launched yet: all that comes is new
+
+
+def _print_whole(client: Client, name: str, number: int, tail: int | None, write: Write) -> None:
+    from supervisor.client import ApiError
+
+    try:
+        offset = 0 if tail is None else _tail_offset(client, name, number, tail)
+        is_written = _print_once(client, name, number, offset, write)
+    except ApiError as error:
+        if error.reason != "NoLog":
+            raise
+        raise NotFoundError(
+            _why_no_log(client, name, number), reason="NoLog", hint=f"see: dflashctl explain {name}"
+        ) from error
+    if not is_written:
+        say(_why_no_log(client, name, number))
+
+
+def _why_no_log(client: Client, name: str, number: int) -> str:
+    """An empty screen would leave open whether the log is empty or was not found."""
+    attempt = client.get(path_of("runs", name, "attempts", str(number)))
+    launch = attempt.get("launch_error") or {}
+    cause = launch.get("message") or attempt.get("message") or attempt.get("reason")
+    because = f": {strip_escapes(cause)}" if cause and not attempt["is_live"] else ""
+    return f"attempt {number} of {name} has no log ({attempt['state']}){because}"
+
+
+def _print_once(client: Client, name: str, number: int, offset: int, write: Write) -> bool:
+    """Write the log from `offset` on; False when it is empty."""
     while True:
         piece = client.log(name, number, offset=offset)
-        if not piece.data:
-            return
         write(piece.data)
         offset = piece.offset + len(piece.data)
-        if offset >= piece.size:
-            return
+        if not piece.data or offset >= piece.size:
+            return piece.size > 0
 
 
 def _follow(client: Client, name: str, number: int, offset: int, *, is_pinned: bool, write: Write) -> None:

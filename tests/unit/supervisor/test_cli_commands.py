@@ -516,6 +516,26 @@ def test_tail_counts_lines_from_the_end(live, run, log, lines, expected):
     assert ctl("logs", "slammed", "--tail", lines).out == expected
 
 
+def test_a_log_that_is_not_there_is_told_with_the_attempts_that_are(live, run):
+    never = seed_attempt(live.api.state, run, attempt_state="preflight")
+    live.api.state.logs.path(never.id).unlink()
+    end_attempt(live.api.state, never, ended="launch_failed", exit_code=None)
+    seed_attempt(live.api.state, run, log=b"")
+
+    missing = ctl("logs", "slammed", "--attempt", "9")
+    unlaunched = [ctl("logs", "slammed", "--attempt", "1", *more) for more in ([], ["--tail", "5"])]
+    empty = ctl("logs", "slammed")
+
+    assert missing.code == 3
+    assert "no attempt 9: it has 1, 2" in missing.err
+    assert "dflashctl show slammed" in missing.err
+    for result in unlaunched:
+        assert (result.code, result.out) == (3, "")
+        assert "attempt 1 of slammed has no log (launch_failed)" in result.err
+    assert (empty.code, empty.out) == (0, "")
+    assert "attempt 2 of slammed has no log (" in empty.err
+
+
 def test_grep_prints_whole_matching_lines_without_escapes(live, run):
     seed_attempt(live.api.state, run, log=b"step 1\n\x1b[31mloss nan\x1b[0m\nstep 2")
 
