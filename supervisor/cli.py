@@ -69,6 +69,12 @@ app = typer.Typer(
 )
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        serving.version()
+        raise typer.Exit(0)
+
+
 @app.callback()
 def _root(
     ctx: typer.Context,
@@ -82,6 +88,10 @@ def _root(
         ),
     ] = None,
     is_debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")] = False,
+    _is_version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and end."),
+    ] = False,
 ) -> None:
     sources = {
         name: source.name.lower()

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from supervisor.commands.naming import find_object
-from supervisor.commands.output import Format, OutputOption, clean, emit, emit_line
+from supervisor.commands.output import Format, OutputOption, clean, emit, emit_line, second, until_interrupted
 from supervisor.commands.session import connect
 
 
@@ -19,7 +19,9 @@ def register(root: typer.Typer) -> None:
 def events(
     ctx: typer.Context,
     run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="Only this run's.")] = None,
-    is_following: Annotated[bool, typer.Option("-f", "--follow", help="Go on as they happen.")] = False,
+    is_following: Annotated[
+        bool, typer.Option("-f", "--follow", help="Go on as they happen; Ctrl-C ends it (exit 0).")
+    ] = False,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="How many of the newest.")] = 50,
     output: OutputOption = Format.TABLE,
 ) -> None:
@@ -37,15 +39,13 @@ def events(
     if not is_following:
         emit(past, output, table=lambda: _print_events(past))
         return
-    for event in past:
-        _emit_event(event, output)
-    last_id = past[-1]["id"] if past else 0
-    try:
+    with until_interrupted():
+        for event in past:
+            _emit_event(event, output)
+        last_id = past[-1]["id"] if past else 0
         for kind, event in client.events(last_id=last_id, run=name):
             if kind == "event":
                 _emit_event(event, output)
-    except KeyboardInterrupt:
-        raise typer.Exit(0) from None
 
 
 def _emit_event(event: dict[str, Any], output: Format) -> None:
@@ -61,5 +61,6 @@ def _print_events(events: list[dict[str, Any]]) -> None:
 
 
 def _print_event(event: dict[str, Any]) -> None:
-    line = f"{event['at']}  {event['subject']}  {event['reason']}  {event['message']}  ({event['actor']})"
+    at = second(event["at"])
+    line = f"{at}  {event['subject']}  {event['reason']}  {event['message']}  ({event['actor']})"
     typer.echo(clean(line).replace("\n", " "))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from supervisor.commands.naming import RunArgument, find_object, path_of
-from supervisor.commands.output import UsageFaultError, say, strip_escapes
+from supervisor.commands.output import UsageFaultError, say, strip_escapes, until_interrupted
 from supervisor.commands.session import connect
 from supervisor.domain.errors import NotFoundError
 
@@ -39,7 +39,8 @@ def logs(
     ctx: typer.Context,
     run: RunArgument,
     is_following: Annotated[
-        bool, typer.Option("-f", "--follow", help="Go on as it grows, across restarts.")
+        bool,
+        typer.Option("-f", "--follow", help="Go on as it grows, across restarts; Ctrl-C ends it (exit 0)."),
     ] = False,
     attempt: Annotated[int | None, typer.Option(min=1, help="Attempt number; default: the newest.")] = None,
     tail: Annotated[int | None, typer.Option(min=0, metavar="LINES", help="Only the last lines.")] = None,
@@ -61,19 +62,19 @@ def logs(
             raise NotFoundError(
                 f"run {found['name']} has no attempt yet", hint=f"start it: dflashctl start {found['name']}"
             )
-        number = _next_attempt(client, found["name"], 0)
+        with until_interrupted():
+            number = _next_attempt(client, found["name"], 0)
     if number is None:
         return
     name = found["name"]
     _require_attempt(client, name, number)
     try:
-        if is_following:
-            offset = _offset_to_follow(client, name, number, tail)
-            _follow(client, name, number, offset, is_pinned=attempt is not None, write=write)
-        else:
-            _print_whole(client, name, number, tail, write)
-    except KeyboardInterrupt:
-        raise typer.Exit(0) from None
+        with until_interrupted():
+            if is_following:
+                offset = _offset_to_follow(client, name, number, tail)
+                _follow(client, name, number, offset, is_pinned=attempt is not None, write=write)
+            else:
+                _print_whole(client, name, number, tail, write)
     finally:
         write(b"")
 

@@ -10,7 +10,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any
@@ -27,7 +28,7 @@ MISSING = "–"
 _ESCAPES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 )
-_FRACTION = re.compile(r"\.\d+(?=Z$|[+-]\d\d:\d\d$)")
+_FRACTION = re.compile(r"\A(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\.\d+(Z|[+-]\d\d:\d\d)\Z")
 
 
 class Format(StrEnum):
@@ -114,12 +115,21 @@ def print_pairs(pairs: Iterable[tuple[str, Any]]) -> None:
 
 
 def clean(value: Any) -> str:
-    """A cell's text without terminal escapes and control characters; None is shown as missing."""
+    """A cell's text without terminal escapes and control characters, times to the second; None is missing."""
     if value is None or value == "":
         return MISSING
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return strip_escapes(str(value))
+    return second(strip_escapes(str(value)))
+
+
+@contextmanager
+def until_interrupted() -> Iterator[None]:
+    """Whatever is watched or followed: Ctrl-C is its ordinary end, exit code 0."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
 
 
 def strip_escapes(text: str) -> str:
@@ -157,9 +167,9 @@ def age(timestamp: str | None, *, now: datetime | None = None) -> str:
     return duration(((now or datetime.now(UTC)) - then).total_seconds())
 
 
-def second(timestamp: str | None) -> str | None:
-    """An RFC 3339 time without its fraction of a second, for tables."""
-    return None if timestamp is None else _FRACTION.sub("", timestamp)
+def second(timestamp: str) -> str:
+    """An RFC 3339 time without its fraction of a second; other text as it is."""
+    return _FRACTION.sub(r"\1\2", timestamp)
 
 
 def duration(seconds: float | None) -> str:

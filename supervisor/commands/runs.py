@@ -26,6 +26,7 @@ from supervisor.commands.output import (
     print_pairs,
     print_table,
     say,
+    until_interrupted,
 )
 from supervisor.commands.plans import print_plan
 from supervisor.commands.session import connect
@@ -223,7 +224,9 @@ def restart(
 
 def ps(
     ctx: typer.Context,
-    is_watching: Annotated[bool, typer.Option("-w", "--watch", help="Print again every 2 s.")] = False,
+    is_watching: Annotated[
+        bool, typer.Option("-w", "--watch", help="Print again every 2 s; Ctrl-C ends it (exit 0).")
+    ] = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
     """List the runs with phase, step, loss and throughput.
@@ -234,18 +237,22 @@ def ps(
       dflashctl ps -o json
     """
     client = connect(ctx)
+    with until_interrupted():
+        while True:
+            _print_runs(client.list_all("/v1/runs"), output, is_watching=is_watching)
+            if not is_watching:
+                return
+            time.sleep(WATCH_S)
+
+
+def _print_runs(found: list[dict[str, Any]], output: Format, *, is_watching: bool) -> None:
     empty = "no runs yet; store one: dflashctl run FILE.toml"
-    while True:
-        found = client.list_all("/v1/runs")
-        if is_watching and output is Format.JSON:
-            emit_line(found)
-        else:
-            if is_watching and output is Format.TABLE:
-                clear_screen()
-            emit(found, output, table=lambda rows=found: print_table(rows, COLUMNS, empty=empty))  # type: ignore[misc]
-        if not is_watching:
-            return
-        time.sleep(WATCH_S)
+    if is_watching and output is Format.JSON:
+        emit_line(found)
+        return
+    if is_watching and output is Format.TABLE:
+        clear_screen()
+    emit(found, output, table=lambda: print_table(found, COLUMNS, empty=empty))
 
 
 def show(ctx: typer.Context, run: RunArgument, output: OutputOption = Format.TABLE) -> None:

@@ -28,6 +28,8 @@ from supervisor.commands.output import (
     gib,
     number,
     print_table,
+    say,
+    until_interrupted,
 )
 from supervisor.commands.session import connect
 from supervisor.domain.errors import NotFoundError
@@ -70,7 +72,7 @@ def top(
     interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two pictures.")] = 2.0,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Show runs, hidden-state queues and GPUs; `q` ends it.
+    """Show runs, hidden-state queues and GPUs; `q` or Ctrl-C ends it (exit 0).
 
     Examples:
       dflashctl top --once
@@ -83,7 +85,7 @@ def top(
         picture = _snapshot(client, name)
         emit(picture, output, table=lambda: _print(picture))
         return
-    with _keys() if is_live else _no_keys():
+    with _keys() if is_live else until_interrupted():
         while True:
             picture = _snapshot(client, name)
             if output is Format.TABLE:
@@ -110,13 +112,24 @@ def _named(client: Client, name: str) -> tuple[list[dict[str, Any]], list[dict[s
     try:
         run = find_object(client, "runs", name)
     except NotFoundError:
-        node = find_object(client, "nodes", name)
+        try:
+            node = find_object(client, "nodes", name)
+        except NotFoundError:
+            raise NotFoundError(
+                f"no such run or node: {name!r}",
+                hint="see: dflashctl ps; dflashctl node ls",
+                kind="run or node",
+                name=name,
+            ) from None
         return [run for run in client.list_all("/v1/runs") if run["node"] == node["name"]], [dict(node)]
     return [dict(run)], [client.get(path_of("nodes", run["node"]))]
 
 
 def _print(picture: Json) -> None:
     print_table(picture["runs"], RUN_COLUMNS, empty="no runs; store one: dflashctl run FILE.toml")
+    if not picture["nodes"]:
+        say("no nodes; add one: dflashctl node add local --transport local")
+        return
     typer.echo("")
     gpus = [
         {"node": node["node"], "age_s": node.get("age_s"), **gpu}
@@ -171,19 +184,10 @@ def _keys() -> Iterator[None]:
     before = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin)
-        yield
-    except KeyboardInterrupt:
-        raise typer.Exit(0) from None
+        with until_interrupted():
+            yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-@contextmanager
-def _no_keys() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise typer.Exit(0) from None
 
 
 def _is_quit(interval_s: float, *, is_live: bool) -> bool:

@@ -42,7 +42,7 @@ daemon's state folder.
 | 5 | node or daemon unreachable, or the outcome is not known |
 | 6 | timed out; what was asked for goes on |
 | 7 | not authorised |
-| 130 | interrupted |
+| 130 | interrupted; not while following (`-f`, `-w`, `top`), where Ctrl-C is the ordinary end: 0 |
 """
 
 API_HEAD = """# REST interface

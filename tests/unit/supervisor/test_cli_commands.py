@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import threading
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -744,6 +745,58 @@ def test_ctrl_c_detaches_and_leaves_the_operation_alone(live, run, monkeypatch):
     assert result.code == 0
     assert "detached; start goes on as op" in result.err
     assert ctl("show", "slammed", "-o", "json").json()["desired"] == "running"
+
+
+@pytest.mark.parametrize(
+    ("words", "method"),
+    [
+        (["ps", "-w", "-o", "json"], "list_all"),
+        (["top", "-o", "json"], "list_all"),
+        (["events", "-f"], "events"),
+        (["logs", "slammed", "-f"], "follow_log"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_ctrl_c_is_the_ordinary_end_of_what_is_followed(live, run, monkeypatch, words, method):
+    from supervisor.client import Client
+
+    seed_attempt(live.api.state, run)
+    true_method = getattr(Client, method)
+
+    def interrupt(self, *args, **options):
+        if args and args[0] == "/v1/events":
+            return true_method(self, *args, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, method, interrupt)
+
+    assert ctl(*words).code == 0
+
+
+def test_the_version_is_an_option_too():
+    assert ctl("--version").out == ctl("version").out
+
+
+def test_top_says_what_is_missing(live):
+    nothing = ctl("top", "--once")
+    unknown = ctl("top", "nosuch", "--once")
+
+    assert (nothing.code, nothing.out) == (0, "")
+    assert "no runs" in nothing.err
+    assert "no nodes" in nothing.err
+    assert unknown.code == 3
+    assert "no such run or node: 'nosuch'" in unknown.err
+
+
+def test_tables_show_times_to_the_second_and_documents_show_them_whole(live, run):
+    end_attempt(live.api.state, seed_attempt(live.api.state, run))
+    fraction = re.compile(r"T\d\d:\d\d:\d\d\.\d")
+
+    for words in (["events"], ["show", "slammed"], ["node", "show", "local"]):
+        table = ctl(*words).out
+        assert re.search(r"T\d\d:\d\d:\d\d", table), table
+        assert not fraction.search(table), table
+    assert fraction.search(ctl("events", "-o", "json").out)
 
 
 def test_ssh_nodes_need_a_confirmed_fingerprint(live):
