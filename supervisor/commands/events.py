@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from supervisor.commands.naming import find_object
 from supervisor.commands.output import Format, OutputOption, clean, emit, emit_line, second, until_interrupted
 from supervisor.commands.session import connect
+
+if TYPE_CHECKING:
+    from supervisor.client import Client
+
+Names = Mapping[str, str]
+"""Actor as it is stored, and as people call it."""
 
 
 def register(root: typer.Typer) -> None:
@@ -36,31 +43,45 @@ def events(
     name = find_object(client, "runs", run)["name"] if run else None
     newest = client.list_all("/v1/events", maximum=limit, run=name, order="desc", limit=min(limit, 200))
     past = newest[::-1]
+    names = _token_names(client) if output is Format.TABLE else {}
     if not is_following:
-        emit(past, output, table=lambda: _print_events(past))
+        emit(past, output, table=lambda: _print_events(past, names))
         return
     with until_interrupted():
         for event in past:
-            _emit_event(event, output)
+            _emit_event(event, output, names)
         last_id = past[-1]["id"] if past else 0
         for kind, event in client.events(last_id=last_id, run=name):
             if kind == "event":
-                _emit_event(event, output)
+                _emit_event(event, output, names)
 
 
-def _emit_event(event: dict[str, Any], output: Format) -> None:
+def _token_names(client: Client) -> Names:
+    """Actor to `token NAME`; only an administrator may list tokens, others see the ids."""
+    from supervisor.client import ApiError
+
+    try:
+        tokens = client.list_all("/v1/tokens")
+    except ApiError as error:
+        if error.status != 403:
+            raise
+        return {}
+    return {f"token/{token['id']}": f"token {token['name']}" for token in tokens}
+
+
+def _emit_event(event: dict[str, Any], output: Format, names: Names) -> None:
     if output is Format.TABLE:
-        _print_event(event)
+        _print_event(event, names)
     else:
         emit_line(event)
 
 
-def _print_events(events: list[dict[str, Any]]) -> None:
+def _print_events(events: list[dict[str, Any]], names: Names) -> None:
     for event in events:
-        _print_event(event)
+        _print_event(event, names)
 
 
-def _print_event(event: dict[str, Any]) -> None:
-    at = second(event["at"])
-    line = f"{at}  {event['subject']}  {event['reason']}  {event['message']}  ({event['actor']})"
+def _print_event(event: dict[str, Any], names: Names) -> None:
+    at, actor = second(event["at"]), names.get(event["actor"], event["actor"])
+    line = f"{at}  {event['subject']}  {event['reason']}  {event['message']}  ({actor})"
     typer.echo(clean(line).replace("\n", " "))

@@ -630,6 +630,18 @@ def test_events_are_printed_oldest_first_without_terminal_escapes(live, run):
     assert "\x1b" not in table
 
 
+def test_events_name_the_token_for_those_who_may_list_tokens(live, run, tmp_path, monkeypatch):
+    ctl("restart", "slammed", "--no-wait")
+    named = ctl("events", "slammed")
+    file = tmp_path / "reader.token"
+    ctl("token", "create", "reader", "--scope", "read", "--file", file)
+    monkeypatch.setenv("DFLASHCTL_TOKEN_FILE", str(file))
+    unnamed = ctl("events", "slammed")
+
+    assert "(token admin)" in named.out
+    assert (unnamed.code, "(token/" in unnamed.out) == (0, True)
+
+
 def test_top_shows_queue_buckets_and_why_there_are_no_gpus(live, run):
     attempt = seed_attempt(live.api.state, run)
     record = {
