@@ -27,14 +27,7 @@ def tracked(*patterns: str) -> list[Path]:
 
 @pytest.mark.parametrize("lock", [*LOCKS, ROOT / "webui" / "package-lock.json"], ids=lambda path: path.name)
 def test_a_lock_carries_no_address(lock: Path) -> None:
-    assert not re.search(
-        r"https?://(?!opencollective|github\.com/sponsors|[a-z.]*funding)", strip_funding(lock)
-    )
-
-
-def strip_funding(lock: Path) -> str:
-    text = lock.read_text()
-    return re.sub(r'"funding":\s*(\{[^}]*\}|\[[^\]]*\]|"[^"]*")', "", text)
+    assert "://" not in lock.read_text()
 
 
 @pytest.mark.parametrize(
