@@ -231,6 +231,13 @@ def _drift_stop(
         return wait("DriftCheckpointing", "never during a checkpoint")
     if action == "at_next_checkpoint":
         has_saved = observed.checkpoint_at is not None and observed.checkpoint_at > drift.first_seen_at
+        if not has_saved and policy.command.is_program and observed.checkpoint_at is None:
+            # a program of the user's may never write one: the wait must say how it can end
+            return wait(
+                "DriftNoCheckpoints",
+                f"{drift.kind} drift restarts at the next checkpoint, and this program has reported none yet: "
+                "restart it by hand, or set this class of [drift] to now",
+            )
         if not has_saved:
             return wait("DriftWaitsForCheckpoint", f"{drift.kind} drift restarts at the next checkpoint")
     if action == "when_cheap" and not drift.is_cheap_now:

@@ -518,6 +518,16 @@ def test_drift_acts_by_its_class_policy(policy: str, facts: Any, seen: Any, expe
     assert ask(make_desired(), observed, make_history(make_facts()), spec=spec).reason == expected
 
 
+def test_a_program_that_has_saved_nothing_is_told_how_its_drift_restart_can_come() -> None:
+    spec = make_spec(drift={"capability": "at_next_checkpoint"}, command={"argv": ["/root/run.sh"]})
+    history = make_history(make_facts())
+    waiting = ask(make_desired(), make_observed(drift=drift()), history, spec=spec)
+    assert waiting.reason == "DriftNoCheckpoints"
+    assert "by hand" in waiting.explanation
+    saved = make_observed(drift=drift(), checkpoint_at=T0)
+    assert ask(make_desired(), saved, history, spec=spec).reason == "StopDrift"
+
+
 def test_drift_restarts_keep_their_distance() -> None:
     spec = make_spec(drift={"capability": "now"})
     history = make_history(make_facts(), last_drift_restart_at=T0 - timedelta(seconds=3600))
