@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from trainer.drafter.model import Drafter, build_drafter
 from trainer.drafter.shape import drafter_config
 from trainer.drafter.worker import DrafterWorker, StepHooks, StepPlan
 from trainer.optim.adamw import AdamWSettings, MasterAdamW
-from trainer.pipeline.devices import available_bytes, cpu_threads, pick_attention, pick_dtype, worker_suffix
+from trainer.pipeline.devices import available_bytes, cpu_threads, pick_attention, pick_dtype, worker_names
 from trainer.pipeline.messages import BatchPlanItem
 from trainer.pipeline.queues import FeedQueue, HiddenStatesQueue
 from trainer.pipeline.transfer import PinnedPool, QueuedPack, open_receiver, open_sender
@@ -46,7 +46,8 @@ class Parts:
 
     corpus: Corpus
     sampler: PackSampler
-    target: Target
+    targets: tuple[Target, ...]
+    """one replica per target worker"""
     drafter: Drafter
     ends: FrozenEnds
     optimizer: MasterAdamW
@@ -54,7 +55,12 @@ class Parts:
     plan: StepPlan
     attention: str
     target_lock: threading.Lock = field(default_factory=threading.Lock)
-    """held by whoever runs the target: its worker, or an evaluation"""
+    """held by whoever runs the first target: its worker, or an evaluation"""
+
+    @property
+    def target(self) -> Target:
+        """The first replica: the one that evaluations use, and whose facts hold for all."""
+        return self.targets[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +88,18 @@ def load_parts(config: TrainConfig, *, enter: Callable[[str], None]) -> Parts:
         vocab_size=read_vocab_size(Path(config.paths.target_model)),
     )
     _LOG.info("data: %s", corpus.report.render())
-    enter("target")
-    target = _load_target(config)
+    targets = []
+    for place, device in enumerate(config.devices.targets(), start=1):
+        enter("target" if place == 1 else f"target, replica {place}")
+        targets.append(_load_target(config, device))
+    target = targets[0]
     enter("drafter")
     drafter = _build_drafter(config, target)
     sampler, plan = _plan_packs(config, corpus)
     return Parts(
         corpus=corpus,
         sampler=sampler,
-        target=target,
+        targets=tuple(targets),
         drafter=drafter,
         ends=FrozenEnds(
             embed_weight_VD=target.embed_weight_VD.detach().to(drafter.device, drafter.dtype),
@@ -105,8 +114,7 @@ def load_parts(config: TrainConfig, *, enter: Callable[[str], None]) -> Parts:
     )
 
 
-def _load_target(config: TrainConfig) -> Target:
-    device = config.devices.targets()[0]
+def _load_target(config: TrainConfig, device: str) -> Target:
     target = load_target(
         config.paths.target_model,
         device=device,
@@ -115,7 +123,8 @@ def _load_target(config: TrainConfig) -> Target:
         mask_token_id=config.target.mask_token_id,
     )
     _LOG.info(
-        "target: %s, %d layers, hidden %d, mask token %d (%s)",
+        "target on %s: %s, %d layers, hidden %d, mask token %d (%s)",
+        device,
         target.info.model_type,
         target.info.num_layers,
         target.info.hidden_size,
@@ -139,6 +148,8 @@ def _build_drafter(config: TrainConfig, target: Target) -> Drafter:
         str(dtype).removeprefix("torch."),
         device,
     )
+    for shared in config.devices.shared():
+        _LOG.info("%s runs a target worker and a drafter worker: they take turns on it", shared)
     return drafter
 
 
@@ -206,11 +217,39 @@ def open_lines(config: TrainConfig, parts: Parts, board: Board) -> Lines:
     )
 
 
-def build_target_worker(config: TrainConfig, parts: Parts, lines: Lines, board: Board) -> TargetWorker:
-    """Build the thread's work on the target's device."""
-    target, cache_bytes = parts.target, config.target.cache_features_bytes
+def build_target_workers(
+    config: TrainConfig, parts: Parts, lines: Lines, board: Board
+) -> tuple[TargetWorker, ...]:
+    """Build each target thread's work; they share the feed queue and the cache of hidden states."""
+    cache_bytes = config.target.cache_features_bytes
+    cache = SampleCache(cache_bytes) if cache_bytes else None
+    names = worker_names("target", config.devices.targets())
+    return tuple(
+        _build_target_worker(
+            parts,
+            lines,
+            board,
+            name=name,
+            target=target,
+            cache=cache,
+            lock=parts.target_lock if target is parts.target else threading.Lock(),
+        )
+        for name, target in zip(names, parts.targets, strict=True)
+    )
+
+
+def _build_target_worker(
+    parts: Parts,
+    lines: Lines,
+    board: Board,
+    *,
+    name: str,
+    target: Target,
+    cache: SampleCache | None,
+    lock: threading.Lock,
+) -> TargetWorker:
     return TargetWorker(
-        name=f"target-{worker_suffix(str(target.device))}",
+        name=name,
         target=target,
         corpus=parts.corpus,
         layer_ids=parts.drafter.config.target_layer_ids,
@@ -220,22 +259,28 @@ def build_target_worker(config: TrainConfig, parts: Parts, lines: Lines, board: 
         ),
         hidden_states=lines.hidden_states,
         board=board,
-        lock=parts.target_lock,
-        cache=SampleCache(cache_bytes) if cache_bytes else None,
+        lock=lock,
+        cache=cache,
     )
 
 
 def build_drafter_worker(
-    config: TrainConfig, parts: Parts, lines: Lines, board: Board, *, target: TargetWorker, hooks: StepHooks
+    config: TrainConfig,
+    parts: Parts,
+    lines: Lines,
+    board: Board,
+    *,
+    targets: Sequence[TargetWorker],
+    hooks: StepHooks,
 ) -> DrafterWorker:
     """Build the thread's work on the drafter's device."""
 
     def threads() -> int:
-        # with cached hidden states the target idles from the second epoch on
-        return cpu_threads(config, is_alone=target.is_cached)
+        # with cached hidden states the targets idle from the second epoch on
+        return cpu_threads(config, is_alone=all(target.is_cached for target in targets))
 
     return DrafterWorker(
-        name=f"drafter-{worker_suffix(str(parts.drafter.device))}",
+        name=worker_names("drafter", config.devices.drafters())[0],
         drafter=parts.drafter,
         ends=parts.ends,
         optimizer=parts.optimizer,

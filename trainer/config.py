@@ -70,10 +70,14 @@ class PathsConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DevicesConfig(Section):
-    """Which devices run the workers; `cpu` or CUDA indices separated by commas."""
+    """Which devices run the workers: CUDA indices, or `cpu` (once per worker), separated by commas."""
 
-    target_gpus: str = setting("cpu", "devices of the target workers: cpu, or CUDA indices such as 0,1")
-    drafter_gpus: str = setting("cpu", "devices of the drafter workers: cpu, or CUDA indices such as 5")
+    target_gpus: str = setting(
+        "cpu", "devices of the target workers, one each: CUDA indices such as 0,1, or cpu (cpu,cpu = two)"
+    )
+    drafter_gpus: str = setting(
+        "cpu", "devices of the drafter workers, one replica each: CUDA indices such as 5, or cpu"
+    )
     target_dtype: str = setting(
         "auto", "dtype of the target: auto = bf16 on CUDA, fp32 on CPU", choices=("auto", "fp32", "bf16")
     )
@@ -91,6 +95,11 @@ class DevicesConfig(Section):
     def drafters(self) -> tuple[str, ...]:
         """Return the devices of the drafter workers, as torch names."""
         return parse_devices("--drafter-gpus", self.drafter_gpus)
+
+    def shared(self) -> tuple[str, ...]:
+        """Return the CUDA devices that run a target worker and a drafter worker."""
+        drafters = self.drafters()
+        return tuple(device for device in self.targets() if device in drafters and device != "cpu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,20 +282,20 @@ LEARNING_TABLES = ("data", "target", "drafter", "loss", "optim")
 
 
 def parse_devices(flag: str, text: str) -> tuple[str, ...]:
-    """Turn `cpu` or `0,1` into torch device names.
+    """Turn `0,1`, `cpu` or `cpu,cpu` into torch device names, one per worker.
 
     Raises:
-        ConfigError: empty, unknown or repeated entries.
+        ConfigError: empty or unknown entries, a GPU named twice, or cpu beside GPUs.
     """
     devices: list[str] = []
     for word in (part.strip() for part in text.split(",")):
         if word != "cpu" and not word.isdigit():
             raise ConfigError(f"{flag} takes cpu or CUDA indices separated by commas: {text!r}")
         device = word if word == "cpu" else f"cuda:{int(word)}"
-        if device in devices:
-            raise ConfigError(f"{flag} names {word} twice: {text!r}")
+        if device in devices and device != "cpu":
+            raise ConfigError(f"{flag} names {word} twice: {text!r}; a GPU runs one such worker")
         devices.append(device)
-    if "cpu" in devices and len(devices) > 1:
+    if len({device == "cpu" for device in devices}) > 1:
         raise ConfigError(f"{flag} cannot mix cpu and CUDA devices: {text!r}")
     return tuple(devices)
 
@@ -301,14 +310,13 @@ SECTIONS: Mapping[str, type[Section]] = typing.get_type_hints(TrainConfig)
 
 def _check_devices(config: TrainConfig) -> None:
     targets, drafters = config.devices.targets(), config.devices.drafters()
-    shared = [device for device in targets if device in drafters and device != "cpu"]
-    if shared:
+    if config.queue.ordered and len(targets) > 1:
         raise ConfigError(
-            f"a GPU cannot be in --target-gpus and --drafter-gpus: {shared[0].removeprefix('cuda:')}"
+            f"queue.ordered needs exactly one target worker: --target-gpus names {len(targets)}; "
+            "name one device or set queue.ordered to false"
         )
-    for flag, devices in (("--target-gpus", targets), ("--drafter-gpus", drafters)):
-        if len(devices) > 1:
-            raise ConfigError(f"{flag} takes one device in this version: {len(devices)} given; name one")
+    if len(drafters) > 1:
+        raise ConfigError(f"--drafter-gpus takes one device in this version: {len(drafters)} given; name one")
 
 
 def _check_paths(config: TrainConfig) -> None:

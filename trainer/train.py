@@ -11,6 +11,7 @@ import functools
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from trainer.assembly import (
     Lines,
     Parts,
     build_drafter_worker,
-    build_target_worker,
+    build_target_workers,
     load_parts,
     open_lines,
     run_identity,
@@ -235,17 +236,17 @@ class Trainer:
             open_epoch=lines.hidden_states.open_epoch,
             board=board,
         )
-        target_worker = build_target_worker(config, parts, lines, board)
+        targets = build_target_workers(config, parts, lines, board)
         drafter_worker = build_drafter_worker(
-            config, parts, lines, board, target=target_worker, hooks=self._hooks(parts, lines)
+            config, parts, lines, board, targets=targets, hooks=self._hooks(parts, lines)
         )
         self._worker = drafter_worker
-        self._connect_sources(lines, target_worker, drafter_worker, parts)
-        self._warm_up(target_worker, drafter_worker)
+        self._connect_sources(lines, targets, drafter_worker, parts)
+        self._warm_up(targets, drafter_worker)
         group = WorkerGroup(board)
         group.add("feeder", feeder.run)
-        group.add(target_worker.name, target_worker.run)
-        group.add(drafter_worker.name, drafter_worker.run)
+        for worker in (*targets, drafter_worker):
+            group.add(worker.name, worker.run)
         self._leave_if_stopped()
         self._status.set_phase("filling", f"until {config.queue.hs_min_ready} packs wait")
         group.start()
@@ -260,8 +261,11 @@ class Trainer:
             at_end=functools.partial(self._at_end, close=lines.hidden_states.close),
         )
 
-    def _warm_up(self, target: TargetWorker, drafter: DrafterWorker) -> None:
-        """On CUDA, run the largest pack of each bucket once, largest first, while memory is free."""
+    def _warm_up(self, targets: Sequence[TargetWorker], drafter: DrafterWorker) -> None:
+        """On CUDA, run the largest pack of each bucket once, largest first, while memory is free.
+
+        Every worker does it here, in the main thread and on the default stream that it will use itself.
+        """
         parts = self._parts
         if {parts.target.device.type, parts.drafter.device.type} == {"cpu"}:
             return
@@ -269,8 +273,10 @@ class Trainer:
             self._leave_if_stopped()
             started_s = time.monotonic()
             self._status.set_phase("compiling", f"bucket {item.bucket}, {len(item.sample_ids)} samples")
-            with self._board.quiet("warm-up"), on_device(parts.drafter.device):
-                drafter.warm_up(target.compute(item))
+            with self._board.quiet("warm-up"):
+                pack, *_ = [worker.compute(item) for worker in targets]
+                with on_device(parts.drafter.device):
+                    drafter.warm_up(pack)
             _LOG.info("warmed up bucket %d in %.1f s", item.bucket, time.monotonic() - started_s)
 
     def _watch(self, group: WorkerGroup) -> None:
@@ -291,22 +297,25 @@ class Trainer:
         group.raise_first()
 
     def _connect_sources(
-        self, lines: Lines, target: TargetWorker, drafter: DrafterWorker, parts: Parts
+        self, lines: Lines, targets: Sequence[TargetWorker], drafter: DrafterWorker, parts: Parts
     ) -> None:
         """Tell the reporter where the parts of a line come from, and what is known before the first step."""
         sources = self._reporter.sources
         edges = parts.sampler.edges
-        devices = [*self.config.devices.targets(), *self.config.devices.drafters()]
+        devices = list(dict.fromkeys((*self.config.devices.targets(), *self.config.devices.drafters())))
         sources.tokens = lambda: drafter.tokens
         sources.queue = lambda: queue_record(len(lines.feed), lines.hidden_states.snapshot(), edges)
-        sources.profile = lambda: {"target": target.timers.take(), "drafter": drafter.timers.take()}
-        sources.workers = lambda: [target.stats.take(), drafter.stats.take()]
+        sources.profile = lambda: {"target": targets[0].timers.take(), "drafter": drafter.timers.take()}
+        sources.workers = lambda: [worker.stats.take() for worker in (*targets, drafter)]
         sources.cuda = lambda: cuda_memory(devices)
         sources.batch = lambda: batch_record(
-            sequences=target.sequences,
-            padded_tokens=target.padded_tokens,
-            valid_tokens=target.stats.tokens,
-            bucket_batches=[target.bucket_batches.get(bucket, 0) for bucket in range(len(edges))],
+            sequences=sum(worker.sequences for worker in targets),
+            padded_tokens=sum(worker.padded_tokens for worker in targets),
+            valid_tokens=sum(worker.stats.tokens for worker in targets),
+            bucket_batches=[
+                sum(worker.bucket_batches.get(bucket, 0) for worker in targets)
+                for bucket in range(len(edges))
+            ],
         )
         self._reporter.prime(
             IntervalReport(

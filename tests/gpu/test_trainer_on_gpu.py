@@ -108,7 +108,7 @@ def tiny(tmp_path_factory):
 
 def _places() -> list[tuple[str, str]]:
     both = [("0", "1")] if torch.cuda.device_count() > 1 else []
-    return [("cpu", "0"), ("0", "cpu"), *both]
+    return [("cpu", "0"), ("0", "cpu"), ("0", "0"), *both]
 
 
 @pytest.mark.parametrize(("target", "drafter"), _places(), ids=lambda value: f"on-{value}")

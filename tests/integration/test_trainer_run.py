@@ -170,6 +170,19 @@ def test_golden_36_free_running_resume_visits_every_pack_once(tiny, out, visits,
     assert sorted(first + second) == [(epoch, pack) for epoch in range(2) for pack in range(9)]
 
 
+def test_three_targets_share_the_packs_and_train_each_once(tiny, out, visits, caplog):
+    caplog.set_level("INFO")
+
+    assert run_here(settings_for(*tiny, out, devices__target_gpus="cpu,cpu,cpu")) == 0
+
+    packs = [visit["pack"] for visit in visits if "pack" in visit]
+    assert sorted(packs) == [(epoch, pack) for epoch in range(2) for pack in range(9)]
+    workers = {entry["name"]: entry for entry in metrics_lines(out / "run")[-1]["workers"]}
+    assert list(workers) == ["target-cpu0", "target-cpu1", "target-cpu2", "drafter-cpu"]
+    assert sum(workers[f"target-cpu{place}"]["batches"] for place in range(3)) == len(packs)
+    assert read_status(out / "run")["step"] == 18
+
+
 def test_finished_run_has_nothing_left_to_do_on_resume(tiny, out):
     assert run_here(settings_for(*tiny, out)) == 0
     before = state_tensors(out, 18)

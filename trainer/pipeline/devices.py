@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -69,6 +70,9 @@ def available_bytes() -> int:
     return 8 << 30
 
 
-def worker_suffix(device: str) -> str:
-    """Return the device part of a thread name: `cpu` or `gpu3`."""
-    return device.replace("cuda:", "gpu")
+def worker_names(kind: str, devices: Sequence[str]) -> tuple[str, ...]:
+    """Return a thread name per worker: `target-gpu3`, `target-cpu`; several on the CPU are numbered."""
+    names = [f"{kind}-{device.replace('cuda:', 'gpu')}" for device in devices]
+    if len(set(names)) < len(names):
+        names = [f"{name}{place}" for place, name in enumerate(names)]
+    return tuple(names)

@@ -189,11 +189,10 @@ WRONG = {
     "device text": (["devices.target_gpus=gpu"], "--target-gpus takes cpu or CUDA indices"),
     "device twice": (['devices.target_gpus="1,1"'], "--target-gpus names 1 twice"),
     "device mix": (['devices.drafter_gpus="cpu,1"'], "--drafter-gpus cannot mix cpu and CUDA"),
-    "device shared": (
-        ["devices.target_gpus=0", "devices.drafter_gpus=0"],
-        "a GPU cannot be in --target-gpus and --drafter-gpus",
+    "ordered with two targets": (
+        ['devices.target_gpus="cpu,cpu"', "queue.ordered=true"],
+        "queue.ordered needs exactly one target worker: --target-gpus names 2",
     ),
-    "two targets": (['devices.target_gpus="0,1"'], "--target-gpus takes one device in this version"),
     "cache and order": (
         ["target.cache_features_bytes=1000", "queue.ordered=true"],
         "target.cache_features_bytes cannot go with queue.ordered",

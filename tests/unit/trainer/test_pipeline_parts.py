@@ -190,6 +190,26 @@ def test_cpu_workers_share_the_cores(tmp_path, monkeypatch):
     assert devices.cpu_threads(config_for(tmp_path, cpu_threads=2), is_alone=True) == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("cpu", ("target-cpu",)),
+        ("cpu,cpu,cpu", ("target-cpu0", "target-cpu1", "target-cpu2")),
+        ("0, 3", ("target-gpu0", "target-gpu3")),
+    ],
+    ids=["one", "three on the cpu", "gpus"],
+)
+def test_every_worker_has_a_name_of_its_own(text, expected):
+    assert devices.worker_names("target", DevicesConfig(target_gpus=text).targets()) == expected
+
+
+def test_one_gpu_may_run_both_kinds_of_worker(tmp_path):
+    config = config_for(tmp_path, target_gpus="0,1", drafter_gpus="1")
+
+    assert config.devices.shared() == ("cuda:1",)
+    assert config_for(tmp_path).devices.shared() == ()
+
+
 def test_missing_cuda_index_is_refused_with_the_count(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 

@@ -92,6 +92,41 @@ def test_golden_38_limits_hold_and_every_pack_is_delivered_once(
         assert [item.name for item in delivered] == sorted(item.name for item in packs)
 
 
+@given(
+    shares=st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=4),
+    consumers=st.integers(1, 4),
+    max_depth=st.integers(2, 5),
+    seed=st.integers(0, 5),
+)
+@settings(max_examples=25, deadline=None)
+def test_golden_38_many_producers_and_consumers_pass_every_pack_on_once(shares, consumers, max_depth, seed):
+    packs = [
+        [Item(100 * producer + place, bucket) for place, bucket in enumerate(buckets)]
+        for producer, buckets in enumerate(shares)
+    ]
+    queue = make_queue(min_ready=2, max_depth=max_depth, producers=len(packs), seed=seed)
+    depths, delivered = [], [[] for _ in range(consumers)]
+
+    def produce(share):
+        for item in share:
+            queue.put(item)
+            depths.append(queue.snapshot().depth)
+        queue.producer_done()
+
+    def consume(own):
+        while (item := queue.get()) is not None:
+            own.append(item)
+
+    threads = [start(lambda share=share: produce(share)) for share in packs]
+    threads += [start(lambda own=own: consume(own)) for own in delivered]
+    for thread in threads:
+        thread.join(10)
+
+    assert not any(thread.is_alive() for thread in threads)
+    assert Counter(item for own in delivered for item in own) == Counter(i for share in packs for i in share)
+    assert all(depth <= max_depth for depth in depths)
+
+
 def test_golden_38_nothing_is_pulled_below_min_ready_until_drained():
     queue = make_queue(min_ready=3)
     pulled = []
