@@ -23,7 +23,16 @@ from supervisor.domain.actions import (
     wait,
 )
 from supervisor.domain.ends import find_end, finish
-from supervisor.domain.facts import AttemptFacts, Desired, History, Observed, ShimAnswer, StopCause, Trigger
+from supervisor.domain.facts import (
+    AttemptFacts,
+    Desired,
+    DriftFacts,
+    History,
+    Observed,
+    ShimAnswer,
+    StopCause,
+    Trigger,
+)
 from supervisor.domain.restart import is_over_ceiling
 from supervisor.domain.run import AttemptState, DesiredState, Reason, RunPhase
 from supervisor.domain.spec import RunSpec
@@ -230,22 +239,29 @@ def _drift_stop(
     if observed.phase == "checkpointing":
         return wait("DriftCheckpointing", "never during a checkpoint")
     if action == "at_next_checkpoint":
-        has_saved = observed.checkpoint_at is not None and observed.checkpoint_at > drift.first_seen_at
-        if not has_saved and policy.command.is_program and observed.checkpoint_at is None:
-            # a program of the user's may never write one: the wait must say how it can end
-            return wait(
-                "DriftNoCheckpoints",
-                f"{drift.kind} drift restarts at the next checkpoint, and this program has reported none yet: "
-                "restart it by hand, or set this class of [drift] to now",
-            )
-        if not has_saved:
-            return wait("DriftWaitsForCheckpoint", f"{drift.kind} drift restarts at the next checkpoint")
+        waiting = _drift_checkpoint_wait(observed, drift, policy)
+        if waiting is not None:
+            return waiting
     if action == "when_cheap" and not drift.is_cheap_now:
         return wait("DriftWaitsUntilCheap", f"{drift.kind} drift restarts when it costs little")
     reason = drift.message or f"{drift.kind} drift"
     return _begin_stop(
         live, StopCause.DRIFT, reason, save=True, tag=f"drift-{drift.first_seen_at.isoformat()}"
     )
+
+
+def _drift_checkpoint_wait(observed: Observed, drift: DriftFacts, policy: RunSpec) -> Decision | None:
+    """Say what the restart waits for, until a checkpoint came after the drift."""
+    if observed.checkpoint_at is not None and observed.checkpoint_at > drift.first_seen_at:
+        return None
+    if policy.command.is_program and observed.checkpoint_at is None:
+        # a program of the user's may never write one: the wait must say how it can end
+        return wait(
+            "DriftNoCheckpoints",
+            f"{drift.kind} drift restarts at the next checkpoint, and this program has reported none yet: "
+            "restart it by hand, or set this class of [drift] to now",
+        )
+    return wait("DriftWaitsForCheckpoint", f"{drift.kind} drift restarts at the next checkpoint")
 
 
 def _without_attempt(
