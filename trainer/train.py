@@ -245,8 +245,9 @@ class Trainer:
         self._warm_up(targets, drafter_worker)
         group = WorkerGroup(board)
         group.add("feeder", feeder.run)
-        for worker in (*targets, drafter_worker):
+        for worker in targets:
             group.add(worker.name, worker.run)
+        group.add(drafter_worker.name, drafter_worker.run)
         self._leave_if_stopped()
         self._status.set_phase("filling", f"until {config.queue.hs_min_ready} packs wait")
         group.start()
@@ -306,7 +307,7 @@ class Trainer:
         sources.tokens = lambda: drafter.tokens
         sources.queue = lambda: queue_record(len(lines.feed), lines.hidden_states.snapshot(), edges)
         sources.profile = lambda: {"target": targets[0].timers.take(), "drafter": drafter.timers.take()}
-        sources.workers = lambda: [worker.stats.take() for worker in (*targets, drafter)]
+        sources.workers = lambda: [*(worker.stats.take() for worker in targets), drafter.stats.take()]
         sources.cuda = lambda: cuda_memory(devices)
         sources.batch = lambda: batch_record(
             sequences=sum(worker.sequences for worker in targets),
