@@ -65,7 +65,11 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lines:
-    """What connects the workers: queues, pinned buffers, and the largest pack [T, L, D]."""
+    """What connects the workers: queues, pinned buffers, and the largest pack.
+
+    `slot_shape` is tokens, vectors per token (captured layers, and one more where the last hidden state
+    travels along for soft labels), width.
+    """
 
     feed: FeedQueue[BatchPlanItem]
     hidden_states: HiddenStatesQueue[QueuedPack]
@@ -211,7 +215,7 @@ def open_lines(config: TrainConfig, parts: Parts, board: Board) -> Lines:
         pool=PinnedPool(),
         slot_shape=(
             config.data.token_budget,
-            len(parts.drafter.config.target_layer_ids),
+            len(parts.drafter.config.target_layer_ids) + config.loss.uses_soft_labels,
             parts.target.info.hidden_size,
         ),
     )
@@ -261,6 +265,7 @@ def _build_target_worker(
         board=board,
         lock=lock,
         cache=cache,
+        with_last_hidden=config.loss.uses_soft_labels,
     )
 
 

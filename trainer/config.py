@@ -161,6 +161,11 @@ class LossConfig(Section):
     attention: str = setting("auto", "attention of the drafter", choices=("auto", "flex", "sdpa", "dense"))
     compile: bool = setting(True, "use kernels that are compiled at start (FlexAttention); no effect on CPU")
 
+    @property
+    def uses_soft_labels(self) -> bool:
+        """Whether the target's distribution is part of the loss, so that its last hidden state is needed."""
+        return self.soft_label_weight > 0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig(Section):

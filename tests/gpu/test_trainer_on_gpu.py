@@ -15,7 +15,7 @@ import torch
 from tests.support.tiny import tiny_samples, tiny_target, write_tiny_corpus
 from tests.support.trainer_runs import metrics_lines, read_status, run_here, settings_for
 from trainer.drafter.worker import DrafterWorker
-from trainer.pipeline.messages import FeaturePack, PackedTokens
+from trainer.pipeline.messages import FeaturePack, HiddenStates, PackedTokens
 from trainer.pipeline.queues import HiddenStatesQueue
 from trainer.pipeline.transfer import CudaReceiver, CudaSender, PinnedPool, QueuedPack
 from trainer.pipeline.workers import Board
@@ -27,7 +27,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-SHAPE = (4096, 2, 64)
+SHAPE = (4096, 3, 64)
+"""Tokens, two captured layers and the last hidden state, width."""
 
 
 def _tokens(length: int) -> PackedTokens:
@@ -60,23 +61,24 @@ def test_golden_39_every_pack_arrives_unchanged_under_random_delays(monkeypatch)
         for number in range(packs):
             rows = rng.randrange(1, SHAPE[0])
             delay(torch.cuda.current_stream(0))
-            hidden = torch.full((1, SHAPE[0], *SHAPE[1:]), float(number % 251), device="cuda:0").bfloat16()
+            hidden = torch.full((1, *SHAPE), float(number % 251), device="cuda:0").bfloat16()
+            states = HiddenStates(features=hidden[:, :, :2], last_hidden=hidden[:, :, 2])
             delay(sender._copy_stream)
 
-            def deliver(hidden_TLD, pinned, number=number, rows=rows):
+            def deliver(packed, pinned, number=number, rows=rows):
                 pack = FeaturePack(
                     epoch=0,
                     pack_id=number,
                     bucket=0,
                     tokens=_tokens(rows),
-                    features_TLD=hidden_TLD,
-                    last_hidden_TD=None,
-                    nbytes=hidden_TLD.numel() * 2,
+                    features_TLD=packed.features,
+                    last_hidden_TD=packed.last_hidden,
+                    nbytes=packed.nbytes,
                 )
                 queue.put(QueuedPack(pack=pack, pinned=pinned))
 
-            sender.send(hidden, torch.arange(rows), deliver)
-            del hidden
+            sender.send(states, torch.arange(rows), deliver)
+            del hidden, states
         sender.finish()
         queue.producer_done()
 
@@ -89,6 +91,7 @@ def test_golden_39_every_pack_arrives_unchanged_under_random_delays(monkeypatch)
         assert pack.features_TLD.shape[0] == pack.tokens.input_ids_T.numel()
         delay(torch.cuda.current_stream(torch.device(last)))
         wrong += (pack.features_TLD != float(pack.pack_id % 251)).sum()
+        wrong += (pack.last_hidden_TD != float(pack.pack_id % 251)).sum()
         receiver.done(pack)
         delay(receiver._copy_stream)
         seen += 1

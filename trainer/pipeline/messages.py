@@ -48,6 +48,21 @@ class PackedTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenStates:
+    """What a target hands over for some tokens, padded [B, S, ...] or packed [T, ...]."""
+
+    features: Tensor
+    """target dtype [..., L, D]: residual stream after each tapped layer"""
+    last_hidden: Tensor | None = None
+    """[..., D] last hidden state, after the final norm; only when soft labels are used"""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.features.nbytes + (0 if self.last_hidden is None else self.last_hidden.nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FeaturePack:
     """Hidden states of one batch, ready for a drafter. `nbytes` counts the tensors that wait in the queue."""
 
@@ -60,3 +75,8 @@ class FeaturePack:
     last_hidden_TD: Tensor | None
     """[T, D] last hidden state (after the final norm), only when soft labels are used"""
     nbytes: int
+
+    @property
+    def states(self) -> HiddenStates:
+        """Both tensors as one value."""
+        return HiddenStates(features=self.features_TLD, last_hidden=self.last_hidden_TD)

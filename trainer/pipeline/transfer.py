@@ -7,6 +7,9 @@ a sender, the drafter worker a receiver. On the CPU both are plain; on CUDA the 
 - an item enters the hidden-states queue only after its copy to pinned memory has completed;
 - a buffer is written again only behind an event that its reader recorded, never because the host moved on.
 
+The last hidden state, when soft labels want it, lies behind the captured layers in the same buffer: one slot,
+one copy, one event for both.
+
 Dimension suffixes: B batch, S padded length, T packed tokens, L captured layers, D hidden size.
 """
 
@@ -16,12 +19,13 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from trainer.pipeline.messages import FeaturePack
+from trainer.pipeline.messages import FeaturePack, HiddenStates
 from trainer.pipeline.queues import HiddenStatesQueue
 from trainer.pipeline.timers import new_event
 from trainer.pipeline.workers import WAIT_S, Board
@@ -74,15 +78,15 @@ class QueuedPack:
         return self.pack.nbytes
 
 
-Deliver = Callable[[Tensor, Tensor | None], None]
-"""Receives finished hidden states [T, L, D] on the host and their pinned buffer."""
+Deliver = Callable[[HiddenStates, Tensor | None], None]
+"""Receives finished, packed hidden states on the host and their pinned buffer."""
 
 
 class Sender(Protocol):
     """Brings the valid rows of a target's output to the host."""
 
-    def send(self, hidden_BSLD: Tensor, valid_rows_T: Tensor, deliver: Deliver) -> None:
-        """Start the transfer; `deliver` is called when the bytes are complete."""
+    def send(self, states: HiddenStates, valid_rows_T: Tensor, deliver: Deliver) -> None:
+        """Start the transfer of padded states; `deliver` is called when the bytes are complete."""
 
     def finish(self) -> None:
         """Wait until everything sent has been delivered."""
@@ -91,20 +95,43 @@ class Sender(Protocol):
 class CpuSender:
     """Gathers and delivers at once."""
 
-    def send(self, hidden_BSLD: Tensor, valid_rows_T: Tensor, deliver: Deliver) -> None:
+    def send(self, states: HiddenStates, valid_rows_T: Tensor, deliver: Deliver) -> None:
         """Deliver the valid rows."""
-        deliver(hidden_BSLD.flatten(0, 1).index_select(0, valid_rows_T), None)
+        deliver(pick_rows(states, valid_rows_T), None)
 
     def finish(self) -> None:
         """Nothing is ever in flight."""
 
 
+def pick_rows(states: HiddenStates, rows_T: Tensor) -> HiddenStates:
+    """Gather the given rows of padded states [B, S, ...] into packed ones [T, ...]."""
+    last = states.last_hidden
+    return HiddenStates(
+        features=states.features.flatten(0, 1).index_select(0, rows_T),
+        last_hidden=None if last is None else last.flatten(0, 1).index_select(0, rows_T),
+    )
+
+
 class _Slot:
-    """One preallocated device buffer and the event behind its last reader."""
+    """One preallocated, flat device buffer and the event behind its last reader.
+
+    `shape` is the largest pack: tokens, vectors per token (captured layers, and one for the last hidden state
+    where it travels), width.
+    """
 
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self.buffer_TLD = torch.empty(shape, dtype=dtype, device=device)
+        self.buffer = torch.empty(prod(shape), dtype=dtype, device=device)
         self.read_done: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copy:
+    """A copy to the host on its way, and who gets it."""
+
+    copied: torch.cuda.Event
+    states: HiddenStates
+    buffer: Tensor
+    deliver: Deliver
 
 
 class CudaSender:
@@ -119,33 +146,31 @@ class CudaSender:
         self._copy_stream = _new_stream(self._device)
         self._slots = [_Slot(shape, dtype, self._device) for _ in range(DEVICE_SLOTS)]
         self._turn = 0
-        self._in_flight: queue.Queue[tuple[torch.cuda.Event, Tensor, Tensor, Deliver] | None] = queue.Queue(
-            maxsize=DEVICE_SLOTS
-        )
+        self._in_flight: queue.Queue[_Copy | None] = queue.Queue(maxsize=DEVICE_SLOTS)
         self._thread = threading.Thread(target=self._complete, name=f"copies-{device}", daemon=True)
         self._thread.start()
 
-    def send(self, hidden_BSLD: Tensor, valid_rows_T: Tensor, deliver: Deliver) -> None:
+    def send(self, states: HiddenStates, valid_rows_T: Tensor, deliver: Deliver) -> None:
         """Queue pack and copy; waits only when too many copies are in flight."""
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % len(self._slots)
         compute = torch.cuda.current_stream(self._device)
         if slot.read_done is not None:
             compute.wait_event(slot.read_done)
-        packed_TLD = slot.buffer_TLD[: valid_rows_T.numel()]
         rows = valid_rows_T.pin_memory().to(self._device, non_blocking=True)
-        torch.index_select(hidden_BSLD.flatten(0, 1), 0, rows, out=packed_TLD)
+        device_states, flat = carve(slot.buffer, states, rows.numel())
+        _pack_into(device_states, states, rows)
         packed = new_event()
         packed.record(compute)
-        buffer = self._pool.acquire(packed_TLD.numel() * packed_TLD.element_size())
-        host_TLD = _view(buffer, packed_TLD)
+        buffer = self._pool.acquire(flat.nbytes)
+        host_states, host_flat = carve(buffer.view(flat.dtype), states, rows.numel())
         with torch.cuda.stream(self._copy_stream):
             self._copy_stream.wait_event(packed)
-            host_TLD.copy_(packed_TLD, non_blocking=True)
+            host_flat.copy_(flat, non_blocking=True)
             copied = new_event()
             copied.record(self._copy_stream)
         slot.read_done = copied
-        self._enqueue((copied, host_TLD, buffer, deliver))
+        self._enqueue(_Copy(copied=copied, states=host_states, buffer=buffer, deliver=deliver))
 
     def finish(self) -> None:
         """Wait for the completion thread to deliver all."""
@@ -154,7 +179,7 @@ class CudaSender:
             self._thread.join(WAIT_S)
             self._board.check()
 
-    def _enqueue(self, entry: tuple[torch.cuda.Event, Tensor, Tensor, Deliver] | None) -> None:
+    def _enqueue(self, entry: _Copy | None) -> None:
         while True:
             try:
                 self._in_flight.put(entry, timeout=WAIT_S)
@@ -166,9 +191,8 @@ class CudaSender:
     def _complete(self) -> None:
         try:
             while (entry := self._in_flight.get()) is not None:
-                copied, host_TLD, buffer, deliver = entry
-                copied.synchronize()  # host sync: in this thread only, it exists to wait for copies
-                deliver(host_TLD, buffer)
+                entry.copied.synchronize()  # host sync: in this thread only, it exists to wait for copies
+                entry.deliver(entry.states, entry.buffer)
         except BaseException as error:  # noqa: BLE001 - the thread boundary: kept, ends the run
             self._board.fail(self._thread.name, error)
 
@@ -272,24 +296,27 @@ class CudaReceiver:
         return None
 
     def _copy(self, item: QueuedPack, slot: _Slot) -> tuple[FeaturePack, _Slot, torch.cuda.Event]:
-        host_TLD = item.pack.features_TLD
-        device_TLD = slot.buffer_TLD[: host_TLD.shape[0]]
+        host = item.pack.states
+        device, _ = carve(slot.buffer, host, host.features.shape[0])
         with torch.cuda.stream(self._copy_stream):
             if slot.read_done is not None:
                 self._copy_stream.wait_event(slot.read_done)
-            device_TLD.copy_(host_TLD, non_blocking=True)
+            device.features.copy_(host.features, non_blocking=True)
+            if device.last_hidden is not None and host.last_hidden is not None:
+                device.last_hidden.copy_(host.last_hidden, non_blocking=True)
             copied = new_event()
             copied.record(self._copy_stream)
         copied.synchronize()  # host sync: in this thread only; the pinned buffer is free from here on
         if item.pinned is not None:
             self._pool.release(item.pinned)
-        return replace(item.pack, features_TLD=device_TLD), slot, copied
+        on_device = replace(item.pack, features_TLD=device.features, last_hidden_TD=device.last_hidden)
+        return on_device, slot, copied
 
 
 def open_sender(
     *, board: Board, pool: PinnedPool, device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> Sender:
-    """Return the sender for a target's device; `shape` is the largest pack [T, L, D]."""
+    """Return the sender for a target's device; `shape` is the largest pack, see `Lines.slot_shape`."""
     if device.type == "cpu":
         return CpuSender()
     return CudaSender(board=board, pool=pool, device=str(device), shape=shape, dtype=dtype)
@@ -314,6 +341,23 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _view(buffer: Tensor, like: Tensor) -> Tensor:
-    nbytes = like.numel() * like.element_size()
-    return buffer[:nbytes].view(like.dtype).view(like.shape)
+def carve(flat: Tensor, like: HiddenStates, rows: int) -> tuple[HiddenStates, Tensor]:
+    """Lay the states of `rows` tokens, shaped as in `like`, into the front of a flat buffer.
+
+    Returns:
+        The states as views [T, L, D] and [T, D], and the stretch of the buffer that both cover.
+    """
+    layers, width = like.features.shape[-2:]
+    end = rows * layers * width
+    features = flat[:end].view(rows, layers, width)
+    if like.last_hidden is None:
+        return HiddenStates(features=features), flat[:end]
+    last = flat[end : end + rows * width].view(rows, width)
+    return HiddenStates(features=features, last_hidden=last), flat[: end + rows * width]
+
+
+def _pack_into(packed: HiddenStates, states: HiddenStates, rows_T: Tensor) -> None:
+    """Gather the valid rows of padded states straight into a slot; allocates nothing."""
+    torch.index_select(states.features.flatten(0, 1), 0, rows_T, out=packed.features)
+    if states.last_hidden is not None and packed.last_hidden is not None:
+        torch.index_select(states.last_hidden.flatten(0, 1), 0, rows_T, out=packed.last_hidden)

@@ -13,32 +13,47 @@ import threading
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+
+from trainer.pipeline.messages import HiddenStates
 
 
 class SampleCache:
-    """Thread-safe store from sample id to hidden states [T, L, D] on the CPU."""
+    """Thread-safe store from sample id to its hidden states, packed, on the CPU."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._entries: dict[int, Tensor] = {}
+        self._entries: dict[int, HiddenStates] = {}
         self.nbytes = 0
 
-    def find_pack(self, sample_ids: Sequence[int]) -> Tensor | None:
+    def find_pack(self, sample_ids: Sequence[int]) -> HiddenStates | None:
         """Return the packed hidden states of these samples in order, or None when one is missing."""
         with self._lock:
-            parts = [self._entries.get(sample) for sample in sample_ids]
-        if any(part is None for part in parts):
+            found = [self._entries.get(sample) for sample in sample_ids]
+        parts = [part for part in found if part is not None]
+        if len(parts) < len(found):
             return None
-        return torch.cat([part for part in parts if part is not None])
+        lasts = [part.last_hidden for part in parts if part.last_hidden is not None]
+        return HiddenStates(
+            features=torch.cat([part.features for part in parts]),
+            last_hidden=torch.cat(lasts) if lasts else None,
+        )
 
-    def add_pack(self, sample_ids: Sequence[int], lengths: Sequence[int], hidden_TLD: Tensor) -> None:
+    def add_pack(self, sample_ids: Sequence[int], lengths: Sequence[int], states: HiddenStates) -> None:
         """Keep a copy of each sample of a pack as far as there is room."""
-        for sample, part in zip(sample_ids, torch.split(hidden_TLD, list(lengths)), strict=True):
-            size = part.numel() * part.element_size()
-            with self._lock:
-                if sample in self._entries or self.nbytes + size > self._max_bytes:
-                    continue
-                self._entries[sample] = part.clone()
-                self.nbytes += size
+        start = 0
+        for sample, length in zip(sample_ids, lengths, strict=True):
+            self._add(sample, states, slice(start, start + length))
+            start += length
+
+    def _add(self, sample: int, states: HiddenStates, rows: slice) -> None:
+        last = states.last_hidden
+        part = HiddenStates(features=states.features[rows], last_hidden=None if last is None else last[rows])
+        with self._lock:
+            if sample in self._entries or self.nbytes + part.nbytes > self._max_bytes:
+                return
+            self._entries[sample] = HiddenStates(
+                features=part.features.clone(),
+                last_hidden=None if part.last_hidden is None else part.last_hidden.clone(),
+            )
+            self.nbytes += part.nbytes

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from trainer.data.collate import TargetBatch, collate, pack_tokens
 from trainer.data.corpus import Corpus, Sample
-from trainer.pipeline.messages import BatchPlanItem, FeaturePack, PackedTokens
+from trainer.pipeline.messages import BatchPlanItem, FeaturePack, HiddenStates, PackedTokens
 from trainer.pipeline.queues import FeedQueue, HiddenStatesQueue
 from trainer.pipeline.timers import StageTimers, WorkerStats
-from trainer.pipeline.transfer import Deliver, QueuedPack, Sender
+from trainer.pipeline.transfer import Deliver, QueuedPack, Sender, pick_rows
 from trainer.pipeline.workers import Board
 from trainer.target.cache import SampleCache
 from trainer.target.capture import Target
@@ -32,6 +32,7 @@ class TargetWorker:
     Args:
         lock: held during each forward; the evaluation takes it to use the same replica.
         cache: reuse of hidden states over epochs; None for none.
+        with_last_hidden: ship the last hidden state too (soft labels); all layers run then.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class TargetWorker:
         board: Board,
         lock: threading.Lock,
         cache: SampleCache | None = None,
+        with_last_hidden: bool = False,
     ) -> None:
         self.name = name
         self.stats = WorkerStats(name)
@@ -65,6 +67,7 @@ class TargetWorker:
         self._board = board
         self._lock = lock
         self._cache = cache
+        self._with_last_hidden = with_last_hidden
         info = target.info
         self._pad_id = info.pad_token_id if info.pad_token_id is not None else 0
 
@@ -88,43 +91,52 @@ class TargetWorker:
         """Run one batch and wait for its result on the CPU (for warming up, outside of the pipeline)."""
         batch = collate([self._corpus[sample] for sample in item.sample_ids], pad_id=self._pad_id)
         with self._lock:
-            hidden_BSLD, _ = self._target.hidden_states(
-                batch.input_ids_BS, batch.attention_mask_BS, self._layer_ids
-            )
-        rows_T = batch.valid_rows_T.to(hidden_BSLD.device)
+            states = self._hidden_states_of(batch)
+        packed = pick_rows(states, batch.valid_rows_T.to(states.features.device))
+        last = packed.last_hidden
         # host sync: before the pipeline starts, nothing is lost by waiting
-        return make_pack(item, batch.tokens, hidden_BSLD.flatten(0, 1).index_select(0, rows_T).cpu())
+        on_host = HiddenStates(
+            features=packed.features.cpu(), last_hidden=None if last is None else last.cpu()
+        )
+        return make_pack(item, batch.tokens, on_host)
 
     def _process(self, item: BatchPlanItem) -> None:
         samples: list[Sample] = [self._corpus[sample] for sample in item.sample_ids]
         self._count(item, samples)
-        cached_TLD = None if self._cache is None else self._cache.find_pack(item.sample_ids)
-        self.is_cached = cached_TLD is not None
-        if cached_TLD is not None:
-            self._deliver(item, pack_tokens(samples), cached_TLD, None)
+        cached = None if self._cache is None else self._cache.find_pack(item.sample_ids)
+        self.is_cached = cached is not None
+        if cached is not None:
+            self._deliver(item, pack_tokens(samples), cached, None)
             return
         batch = collate(samples, pad_id=self._pad_id)
 
-        def deliver(hidden_TLD: Tensor, pinned: Tensor | None) -> None:
+        def deliver(states: HiddenStates, pinned: Tensor | None) -> None:
             if self._cache is not None:
-                self._cache.add_pack(item.sample_ids, [len(s.input_ids_T) for s in samples], hidden_TLD)
-            self._deliver(item, batch.tokens, hidden_TLD, pinned)
+                self._cache.add_pack(item.sample_ids, [len(s.input_ids_T) for s in samples], states)
+            self._deliver(item, batch.tokens, states, pinned)
 
         self._forward(batch, deliver)
 
     def _forward(self, batch: TargetBatch, deliver: Deliver) -> None:
         # the lock ends before the hand-over: that one may wait for a drafter, which may wait for the lock
         with self._lock, self.timers.stage("forward"):
-            hidden_BSLD, _ = self._target.hidden_states(
-                batch.input_ids_BS, batch.attention_mask_BS, self._layer_ids
-            )
-        self._sender.send(hidden_BSLD, batch.valid_rows_T, deliver)
+            states = self._hidden_states_of(batch)
+        self._sender.send(states, batch.valid_rows_T, deliver)
+
+    def _hidden_states_of(self, batch: TargetBatch) -> HiddenStates:
+        features_BSLD, last_BSD = self._target.hidden_states(
+            batch.input_ids_BS,
+            batch.attention_mask_BS,
+            self._layer_ids,
+            with_last_hidden=self._with_last_hidden,
+        )
+        return HiddenStates(features=features_BSLD, last_hidden=last_BSD)
 
     def _deliver(
-        self, item: BatchPlanItem, tokens: PackedTokens, hidden_TLD: Tensor, pinned: Tensor | None
+        self, item: BatchPlanItem, tokens: PackedTokens, states: HiddenStates, pinned: Tensor | None
     ) -> None:
-        self.stats.add(hidden_TLD.shape[0])
-        pack = make_pack(item, tokens, hidden_TLD)
+        self.stats.add(states.features.shape[0])
+        pack = make_pack(item, tokens, states)
         with self.timers.wait("put"), self.stats.waiting():
             self._hidden_states.put(QueuedPack(pack=pack, pinned=pinned))
 
@@ -134,14 +146,14 @@ class TargetWorker:
         self.bucket_batches[item.bucket] = self.bucket_batches.get(item.bucket, 0) + 1
 
 
-def make_pack(item: BatchPlanItem, tokens: PackedTokens, hidden_TLD: Tensor) -> FeaturePack:
+def make_pack(item: BatchPlanItem, tokens: PackedTokens, states: HiddenStates) -> FeaturePack:
     """Put finished hidden states on the host into the message for the drafters."""
     return FeaturePack(
         epoch=item.epoch,
         pack_id=item.pack_id,
         bucket=item.bucket,
         tokens=tokens,
-        features_TLD=hidden_TLD,
-        last_hidden_TD=None,
-        nbytes=hidden_TLD.numel() * hidden_TLD.element_size(),
+        features_TLD=states.features,
+        last_hidden_TD=states.last_hidden,
+        nbytes=states.nbytes,
     )

@@ -9,10 +9,11 @@ from trainer.config import DevicesConfig, TrainConfig
 from trainer.data.sampler import Feeder, PackSampler, bucket_counts
 from trainer.errors import ConfigError
 from trainer.pipeline import devices
+from trainer.pipeline.messages import HiddenStates
 from trainer.pipeline.queues import FeedQueue, HiddenStatesQueue
 from trainer.pipeline.records import batch_record, queue_record
 from trainer.pipeline.timers import DeferredScalars, StageTimers, WorkerStats
-from trainer.pipeline.transfer import CpuSender
+from trainer.pipeline.transfer import CpuSender, carve
 from trainer.pipeline.workers import Board
 from trainer.target.cache import SampleCache
 
@@ -81,16 +82,19 @@ def test_feeder_ends_when_the_run_stops():
 def test_cache_gives_packs_back_in_the_asked_order():
     cache = SampleCache(10_000)
     hidden = torch.arange(2 * 5 * 3, dtype=torch.float32).view(5, 2, 3)
-    cache.add_pack([7, 9], [2, 3], hidden)
+    last = torch.arange(5 * 3, dtype=torch.float32).view(5, 3)
+    cache.add_pack([7, 9], [2, 3], HiddenStates(features=hidden, last_hidden=last))
 
-    assert torch.equal(cache.find_pack([9, 7]), torch.cat([hidden[2:], hidden[:2]]))
+    found = cache.find_pack([9, 7])
+    assert torch.equal(found.features, torch.cat([hidden[2:], hidden[:2]]))
+    assert torch.equal(found.last_hidden, torch.cat([last[2:], last[:2]]))
     assert cache.find_pack([7, 8]) is None
 
 
 def test_cache_never_grows_above_its_limit():
     cache = SampleCache(100)
     for sample in range(10):
-        cache.add_pack([sample], [2], torch.zeros(2, 1, 4))
+        cache.add_pack([sample], [2], HiddenStates(features=torch.zeros(2, 1, 4)))
 
     assert cache.nbytes == 96
     assert cache.find_pack([2]) is not None
@@ -100,22 +104,43 @@ def test_cache_never_grows_above_its_limit():
 def test_cached_sample_does_not_share_memory_with_the_pack():
     cache = SampleCache(10_000)
     hidden = torch.zeros(2, 1, 4)
-    cache.add_pack([0], [2], hidden)
+    cache.add_pack([0], [2], HiddenStates(features=hidden))
     hidden += 1
 
-    assert cache.find_pack([0]).sum() == 0
+    assert cache.find_pack([0]).features.sum() == 0
 
 
 def test_cpu_sender_delivers_the_valid_rows():
     hidden = torch.arange(2 * 3 * 1 * 2).view(2, 3, 1, 2)
     delivered = []
 
+    last = torch.arange(2 * 3 * 2).view(2, 3, 2)
+    states = HiddenStates(features=hidden, last_hidden=last)
+
     CpuSender().send(
-        hidden, torch.tensor([0, 1, 3]), lambda packed, pinned: delivered.append((packed, pinned))
+        states, torch.tensor([0, 1, 3]), lambda packed, pinned: delivered.append((packed, pinned))
     )
 
-    assert torch.equal(delivered[0][0], hidden.flatten(0, 1)[[0, 1, 3]])
+    assert torch.equal(delivered[0][0].features, hidden.flatten(0, 1)[[0, 1, 3]])
+    assert torch.equal(delivered[0][0].last_hidden, last.flatten(0, 1)[[0, 1, 3]])
     assert delivered[0][1] is None
+
+
+@pytest.mark.parametrize("has_last", [False, True])
+def test_captured_layers_and_last_state_share_one_buffer_without_overlap(has_last):
+    padded = HiddenStates(
+        features=torch.zeros(2, 3, 4, 5), last_hidden=torch.zeros(2, 3, 5) if has_last else None
+    )
+    buffer = torch.full((200,), -1.0)
+
+    states, used = carve(buffer, padded, 3)
+    states.features.copy_(torch.arange(60).view(3, 4, 5))
+    if has_last:
+        states.last_hidden.copy_(torch.arange(60, 75).view(3, 5))
+
+    assert used.nbytes == states.nbytes == (75 if has_last else 60) * 4
+    assert used.tolist() == list(range(75 if has_last else 60))
+    assert (buffer[used.numel() :] == -1).all()
 
 
 def test_stage_means_are_kept_until_new_ones_come():
