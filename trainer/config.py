@@ -150,9 +150,21 @@ class DrafterSection(Section):
 class LossConfig(Section):
     """What is minimised."""
 
+    weighting: str = setting(
+        "decay",
+        "weight of block positions: decay = fixed by loss.decay_gamma, dpace = from the drafter's confidence",
+        choices=("decay", "dpace"),
+    )
     decay_gamma: float = setting(7.0, "position decay: weight exp(-(k-1)/gamma) at offset k", gt=0)
+    dpace_alpha: float = setting(
+        0.5, "smoothing of dpace: 0 = the bare probabilities, 1 = as if every draft were right", ge=0, le=1
+    )
     soft_label_weight: float = setting(
-        0.0, "share of KL against the target's logits (not available yet)", ge=0, le=1
+        0.0,
+        "share of KL against the target's logits, the rest is cross-entropy; above 0 the target runs all "
+        "layers and its last hidden state travels along",
+        ge=0,
+        le=1,
     )
     max_anchors: int = setting(512, "blocks drawn in one pack", ge=1)
     head_chunk_rows: int = setting(2048, "block rows whose logits exist at the same time", ge=1)
@@ -370,11 +382,6 @@ def _check_data(config: TrainConfig) -> None:
 
 
 def _check_unavailable(config: TrainConfig) -> None:
-    if config.loss.soft_label_weight:
-        raise ConfigError(
-            f"soft labels are not available in this version: weight {config.loss.soft_label_weight}; "
-            "leave --use-soft-labels and --soft-label-weight away"
-        )
     if config.drafter.split_fc_layers:
         raise ConfigError("split fc is not available in this version: DFLASH_SPLIT_FC_LAYERS=1; set it to 0")
     cpu_drafter = "cpu" in config.devices.drafters()

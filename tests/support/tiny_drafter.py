@@ -85,9 +85,14 @@ def make_tokens(lengths: Sequence[int] = (15, 25), *, seed: int = 2, supervised:
 
 
 def make_pack(
-    tokens: PackedTokens, *, seed: int = 3, features: torch.Tensor | None = None, captured: int = 2
+    tokens: PackedTokens,
+    *,
+    seed: int = 3,
+    features: torch.Tensor | None = None,
+    last_hidden: torch.Tensor | None = None,
+    captured: int = 2,
 ) -> FeaturePack:
-    """A pack with random hidden states, or the given ones."""
+    """A pack with random hidden states, or the given ones; the last one only where given."""
     if features is None:
         generator = torch.Generator().manual_seed(seed)
         features = torch.randn(tokens.input_ids_T.numel(), captured, HIDDEN, generator=generator)
@@ -97,9 +102,15 @@ def make_pack(
         bucket=0,
         tokens=tokens,
         features_TLD=features,
-        last_hidden_TD=None,
-        nbytes=features.nbytes,
+        last_hidden_TD=last_hidden,
+        nbytes=features.nbytes + (0 if last_hidden is None else last_hidden.nbytes),
     )
+
+
+def make_last_hidden(tokens: PackedTokens, *, seed: int = 4) -> torch.Tensor:
+    """Random last hidden states of a pack's tokens, for soft labels."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens.input_ids_T.numel(), HIDDEN, generator=generator)
 
 
 def anchors_at(*positions: int, padding: int = 0) -> Anchors:

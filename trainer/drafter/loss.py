@@ -1,9 +1,9 @@
-"""Loss of one micro-batch: the drafter's forward, the target's frozen head in chunks, weighted cross-entropy.
+"""Loss of one micro-batch: the drafter's forward, the target's frozen head in chunks, weighted losses.
 
 Called by the drafter worker for every pack. Returns sums, not means: the caller divides by the weight of
 the whole optimizer step, so that splitting a step differently changes nothing. Never waits for a GPU: index
-lists come from CPU tokens, results stay on the device. The head's input gradient is formed in the forward
-pass, chunk by chunk, so full logits never exist and nothing is computed twice.
+lists come from CPU tokens, results stay on the device. What is minimised is `objective.Objective`'s to say;
+the head's work is `head.head_losses`.
 
 Dimension suffixes: T context tokens, A anchors, K block positions, Q block rows (A times K), R rows with
 weight, D hidden, V vocabulary.
@@ -12,19 +12,19 @@ weight, D hidden, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding, pad
 
 from trainer.drafter.acceptance import BlockCounts, count_blocks
 from trainer.drafter.anchors import Anchors, BlockLabels, pad_anchors, trim_blocks
+from trainer.drafter.head import RowLosses, SoftLabels, head_losses
 from trainer.drafter.masks import FLEX_MULTIPLE, build_layout, build_masks, to_device
 from trainer.drafter.model import Drafter
 from trainer.drafter.noise import add_noise
-from trainer.errors import ConfigError
+from trainer.drafter.objective import DPACE, Objective, dpace_weights
+from trainer.errors import ConfigError, PipelineError
 from trainer.pipeline.messages import FeaturePack, PackedTokens
 
 
@@ -59,13 +59,16 @@ class StepSums:
     numerator: Tensor
     """0-dim fp32, sum of weight times loss; carries the graph"""
     denominator: Tensor
-    """0-dim fp32, sum of weights"""
+    """0-dim fp32, sum of weights; with D-PACE the number of valid blocks"""
     counts: BlockCounts
     """right predictions, for the expected acceptance length"""
     rows: int
     """block positions that carried weight (known on the CPU)"""
     blocks: int
     """valid blocks"""
+
+
+_CROSS_ENTROPY = Objective()
 
 
 def microbatch_sums(
@@ -79,19 +82,21 @@ def microbatch_sums(
     noise_seed: int,
     head_chunk_rows: int,
     attention: str,
+    objective: Objective = _CROSS_ENTROPY,
 ) -> StepSums:
     """Run the drafter on one pack and sum its weighted loss.
 
     Args:
         drafter: on its device.
         ends: the target's frozen tensors, on the same device.
-        pack: hidden states on that device or the CPU; tokens on the CPU.
+        pack: hidden states on that device or the CPU (with the last one for soft labels); tokens on the CPU.
         anchors: the blocks of this visit.
         labels: their labels and weights.
         noise_sigma: amplitude of the noise on the hidden states, 0 for none.
         noise_seed: seed of this visit's noise.
         head_chunk_rows: rows per head product; bounds the logits' memory (rows x vocabulary x 4 bytes).
         attention: `dense`, `sdpa` or `flex`.
+        objective: loss and weights of each position; cross-entropy with static decay by default.
 
     Returns:
         Sums; `numerator.backward()` adds the gradient of the numerator. A pack without any supervised block
@@ -106,27 +111,26 @@ def microbatch_sums(
     hidden_QD = block_hidden(
         drafter, ends, pack, anchors, noise_sigma=noise_sigma, noise_seed=noise_seed, attention=attention
     )
-    device, blocks = hidden_QD.device, len(labels.complete_A)
+    device = hidden_QD.device
     rows_R = labels.mask_AK.flatten().nonzero().flatten()  # on the CPU: no sync
     index_R = to_device(rows_R, device)
-    weights_R = to_device(labels.weights_AK.flatten()[rows_R], device)
-    losses_R, correct_R = weighted_cross_entropy(
+    result = head_losses(
         hidden_QD.index_select(0, index_R),
-        ends,
+        ends.head_weight_VD,
         to_device(labels.labels_AK.flatten()[rows_R], device),
-        weights_R,
         chunk_rows=head_chunk_rows,
+        softcap=ends.logit_softcap,
+        soft=_soft_labels(pack, objective, anchors, labels, rows_R, device),
     )
-    correct_AK = torch.zeros(labels.mask_AK.numel(), dtype=torch.bool, device=device)
-    correct_AK = correct_AK.index_copy(0, index_R, correct_R).view(blocks, -1)
+    mask_AK = to_device(labels.mask_AK, device)
+    weights_R, denominator = _weigh(objective, labels, result, mask_AK, index_R)
+    correct_AK = _spread(result.correct_R, index_R, mask_AK)
     return StepSums(
-        numerator=losses_R.sum(),
-        denominator=weights_R.sum(),
-        counts=count_blocks(
-            correct_AK, to_device(labels.mask_AK, device), to_device(labels.complete_A, device)
-        ),
+        numerator=(result.loss_R * weights_R).sum(),
+        denominator=denominator,
+        counts=count_blocks(correct_AK, mask_AK, to_device(labels.complete_A, device)),
         rows=rows_R.numel(),
-        blocks=blocks,
+        blocks=len(labels.complete_A),
     )
 
 
@@ -173,79 +177,56 @@ def block_token_ids(tokens: PackedTokens, anchors: Anchors, block_size: int, mas
     return ids_AK.flatten()
 
 
-def weighted_cross_entropy(
-    hidden_RD: Tensor, ends: FrozenEnds, labels_R: Tensor, weights_R: Tensor, *, chunk_rows: int
-) -> tuple[Tensor, Tensor]:
-    """Weigh the cross-entropy of each row.
+def teacher_rows(anchors: Anchors, block_size: int) -> Tensor:
+    """Say whose last hidden state predicts each block position: the token before it (int64 [A, K], CPU).
 
-    Returns:
-        Weighted losses [R] (fp32, differentiable with respect to the hidden states; the gradient must reach
-        them as one number for all rows, as a plain sum does) and whether each row's best token is its label
-        (bool [R]).
+    Entries of positions without weight (the anchor itself, behind the document's end) may name any row, even
+    one outside the pack.
     """
-    losses_R, correct_R = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
-        hidden_RD, ends.head_weight_VD, labels_R, weights_R, chunk_rows, ends.logit_softcap
+    return anchors.position_A[:, None] + torch.arange(block_size)[None, :] - 1
+
+
+def _soft_labels(
+    pack: FeaturePack,
+    objective: Objective,
+    anchors: Anchors,
+    labels: BlockLabels,
+    rows_R: Tensor,
+    device: torch.device,
+) -> SoftLabels | None:
+    if not objective.soft_label_share:
+        return None
+    if pack.last_hidden_TD is None:
+        raise PipelineError(
+            f"pack {pack.epoch}:{pack.pack_id} came without the last hidden state that soft labels need: "
+            "have the target worker ship it"
+        )
+    row_AK = teacher_rows(anchors, labels.mask_AK.shape[1])
+    return SoftLabels(
+        last_hidden_TD=pack.last_hidden_TD.to(device, non_blocking=True),
+        row_R=to_device(row_AK.flatten()[rows_R], device),
+        share=objective.soft_label_share,
     )
-    return losses_R, correct_R
 
 
-class _ChunkedHead(torch.autograd.Function):
-    """Head product, cross-entropy and input gradient per chunk of rows; the head itself gets no gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_RD: Tensor,
-        head_VD: Tensor,
-        labels_R: Tensor,
-        weights_R: Tensor,
-        chunk_rows: int,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        is_training = ctx.needs_input_grad[0]
-        losses, correct = torch.empty_like(weights_R), torch.empty_like(labels_R, dtype=torch.bool)
-        grad_RD = torch.empty_like(hidden_RD) if is_training else None
-        for start in range(0, hidden_RD.shape[0], chunk_rows):
-            part = slice(start, start + chunk_rows)
-            hidden_rd = hidden_RD[part].to(head_VD.dtype)
-            grad_logits_rv, losses[part], correct[part] = _chunk_loss(
-                (hidden_rd @ head_VD.T).float(), labels_R[part], weights_R[part], softcap
-            )
-            if grad_RD is not None:
-                grad_RD[part] = (grad_logits_rv.to(head_VD.dtype) @ head_VD).to(hidden_RD.dtype)
-        if grad_RD is not None:
-            ctx.save_for_backward(grad_RD)
-        ctx.mark_non_differentiable(correct)
-        return losses, correct
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_losses_R: Tensor, _grad_correct: Tensor | None) -> tuple[Tensor | None, ...]:
-        (grad_RD,) = ctx.saved_tensors
-        return grad_RD * grad_losses_R[:, None].to(grad_RD.dtype), None, None, None, None, None
+def _weigh(
+    objective: Objective, labels: BlockLabels, result: RowLosses, mask_AK: Tensor, index_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the rows' weights and what the step's numerator will be divided by."""
+    device = index_R.device
+    if objective.weighting == DPACE:
+        cross_entropy_AK = _spread(result.cross_entropy_R, index_R, mask_AK)
+        weights_AK = dpace_weights(cross_entropy_AK, mask_AK, alpha=objective.dpace_alpha)
+        blocks = float(labels.mask_AK.any(dim=1).sum())  # CPU data
+        return weights_AK.flatten().index_select(0, index_R), torch.full((), blocks, device=device)
+    weights_R = to_device(labels.weights_AK[labels.mask_AK], device)
+    return weights_R, weights_R.sum()
 
 
-def _chunk_loss(
-    logits_rv: Tensor, labels_r: Tensor, weights_r: Tensor, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn fp32 logits, in place, into the gradient of the weighted loss; return it, the losses, and hits."""
-    slope_rv: Tensor | None = None
-    if softcap is not None:
-        capped_rv = logits_rv.div_(softcap).tanh_()
-        slope_rv = 1.0 - capped_rv.square()
-        logits_rv = capped_rv.mul_(softcap)
-    label_r1 = labels_r[:, None]
-    best_token_r1 = logits_rv.argmax(dim=1, keepdim=True)
-    logits_rv.sub_(logits_rv.gather(1, best_token_r1))
-    label_logit_r1 = logits_rv.gather(1, label_r1)
-    total_r1 = logits_rv.exp_().sum(dim=1, keepdim=True)
-    losses_r = (total_r1.log() - label_logit_r1).flatten() * weights_r
-    weight_r1 = weights_r[:, None]
-    grad_rv = logits_rv.mul_(weight_r1 / total_r1)
-    grad_rv.scatter_add_(1, label_r1, -weight_r1)
-    if slope_rv is not None:
-        grad_rv.mul_(slope_rv)
-    return grad_rv, losses_r, (best_token_r1 == label_r1).flatten()
+def _spread(values_R: Tensor, index_R: Tensor, like_AK: Tensor) -> Tensor:
+    """Put the rows' values back to their places among all block positions, zeros elsewhere."""
+    spread = torch.zeros(like_AK.numel(), dtype=values_R.dtype, device=values_R.device)
+    return spread.index_copy(0, index_R, values_R).view_as(like_AK)
 
 
 def _pad_for_flex(

@@ -25,6 +25,7 @@ from trainer.drafter.anchors import block_labels, select_anchors
 from trainer.drafter.loss import FrozenEnds, StepSums, microbatch_sums
 from trainer.drafter.model import Drafter
 from trainer.drafter.noise import noise_sigma, pack_seed
+from trainer.drafter.objective import Objective
 from trainer.errors import NonFiniteError
 from trainer.optim.adamw import MasterAdamW
 from trainer.optim.schedule import learning_rate
@@ -125,6 +126,7 @@ class DrafterWorker:
         self._config = config
         self._plan = plan
         self._attention = attention
+        self._objective = Objective.from_config(config.loss)
         self._hooks = hooks
         self._cpu_threads = cpu_threads
         self._packs_done = plan.total_packs
@@ -223,6 +225,7 @@ class DrafterWorker:
                 noise_seed=pack_seed(run_seed=seed, epoch=pack.epoch, pack_id=pack.pack_id, stream="noise"),
                 head_chunk_rows=loss.head_chunk_rows,
                 attention=self._attention,
+                objective=self._objective,
             )
         with self.timers.stage("backward"):
             self._optimizer.accumulate(sums.numerator, sums.denominator)

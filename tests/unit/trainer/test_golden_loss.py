@@ -18,7 +18,8 @@ from trainer.drafter.anchors import (
     pad_anchors,
     select_anchors,
 )
-from trainer.drafter.loss import FrozenEnds, microbatch_sums, weighted_cross_entropy
+from trainer.drafter.head import head_losses
+from trainer.drafter.loss import microbatch_sums
 from trainer.drafter.noise import add_noise, noise_sigma
 
 
@@ -91,13 +92,13 @@ def test_golden_18_decay_weights(gamma: float, size: int, last: float, total: fl
 
 
 def test_golden_19_uniform_logits_cost_ln_v_for_any_weights() -> None:
-    ends = FrozenEnds(embed_weight_VD=torch.zeros(97, 64), head_weight_VD=torch.zeros(97, 64))
     hidden = torch.randn(10, 64, generator=torch.Generator().manual_seed(0))
     weights = torch.rand(10, generator=torch.Generator().manual_seed(1)) + 0.01
 
-    losses, _ = weighted_cross_entropy(hidden, ends, torch.arange(10), weights, chunk_rows=4)
+    rows = head_losses(hidden, torch.zeros(97, 64), torch.arange(10), chunk_rows=4)
 
-    assert (losses.sum() / weights.sum()).item() == pytest.approx(math.log(97), abs=1e-5)
+    loss = (rows.loss_R * weights).sum() / weights.sum()
+    assert loss.item() == pytest.approx(math.log(97), abs=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["dense", "sdpa"])
@@ -159,12 +160,14 @@ def test_golden_22_chunked_loss_equals_plain_cross_entropy(chunk: int, softcap: 
 
     plain = torch.nn.functional.cross_entropy(ends.logits(hidden), labels, reduction="none") * weights
     (wanted,) = torch.autograd.grad(plain.sum() * 0.5, hidden)
-    losses, correct = weighted_cross_entropy(hidden, ends, labels, weights, chunk_rows=chunk)
+    rows = head_losses(hidden, ends.head_weight_VD, labels, chunk_rows=chunk, softcap=softcap)
+    losses = rows.loss_R * weights
     (grad,) = torch.autograd.grad(losses.sum() * 0.5, hidden)
 
     torch.testing.assert_close(losses, plain, atol=1e-5, rtol=0)
     torch.testing.assert_close(grad, wanted, atol=1e-5, rtol=0)
-    assert torch.equal(correct, ends.logits(hidden).argmax(dim=1) == labels)
+    assert torch.equal(rows.cross_entropy_R, rows.loss_R)
+    assert torch.equal(rows.correct_R, ends.logits(hidden).argmax(dim=1) == labels)
 
 
 @pytest.mark.parametrize("attention", ["dense", "sdpa"])
