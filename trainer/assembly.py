@@ -75,6 +75,7 @@ class Lines:
     hidden_states: HiddenStatesQueue[QueuedPack]
     pool: PinnedPool
     slot_shape: tuple[int, int, int]
+    with_last_hidden: bool
 
 
 def load_parts(config: TrainConfig, *, enter: Callable[[str], None]) -> Parts:
@@ -213,6 +214,7 @@ def open_lines(config: TrainConfig, parts: Parts, board: Board) -> Lines:
             ordered=config.queue.ordered,
         ),
         pool=PinnedPool(),
+        with_last_hidden=config.loss.uses_soft_labels,
         slot_shape=(
             config.data.token_budget,
             len(parts.drafter.config.target_layer_ids) + config.loss.uses_soft_labels,
@@ -265,7 +267,7 @@ def _build_target_worker(
         board=board,
         lock=lock,
         cache=cache,
-        with_last_hidden=config.loss.uses_soft_labels,
+        with_last_hidden=lines.with_last_hidden,
     )
 
 
