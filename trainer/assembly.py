@@ -193,9 +193,10 @@ def run_identity(config: TrainConfig, parts: Parts, code: Mapping[str, Any]) -> 
         },
         "target": target_fingerprint(parts.target.info.path, mask_token_id=parts.target.info.mask_token_id),
         "world": {"targets": list(config.devices.targets()), "drafters": list(config.devices.drafters())},
+        "plan": {"total_steps": parts.plan.total_steps},
         "seeds": {"run": config.optim.seed},
         "versions": {"torch": code["versions"]["torch"]},
-        "code": {"git_sha": code["git_sha"]},
+        "code": {"git_sha": code["git_sha"], "source_sha256": code["source_sha256"]},
     }
 
 

@@ -210,6 +210,9 @@ class QueueConfig(Section):
     feed_depth: int = setting(8, "batches planned ahead of the target workers", ge=1)
     ordered: bool = setting(False, "one producer, first in first out: a resumed run repeats bit for bit")
     stall_s: float = setting(900.0, "seconds without any sign of life before the run ends as stalled", gt=0)
+    start_stall_s: float = setting(
+        3600.0, "the same for each phase of the start: reading data and models, compiling", gt=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,6 +222,15 @@ class CheckpointConfig(Section):
     resume: str = setting("latest", "latest, scratch, or the path of a state/step-* folder")
     every: int = setting(500, "optimizer steps between checkpoints; 0 = only at the end", ge=0)
     keep: int = setting(3, "checkpoints kept per lineage, newest first", ge=1)
+    keep_best: int = setting(
+        1,
+        "best checkpoints kept beside the newest: by acceptance length of the online evaluation where "
+        "there is one, else by expected acceptance length; 0 = none",
+        ge=0,
+    )
+    stall_s: float = setting(
+        1800.0, "seconds that a checkpoint may hold up training before the run ends as stalled", gt=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ training logic: that is the workers'.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -26,16 +27,16 @@ from trainer.assembly import (
     open_lines,
     run_identity,
 )
-from trainer.checkpoint.export import export_drafter
-from trainer.checkpoint.lineage import StartPoint, choose_start, resume_record
-from trainer.checkpoint.state import TrainState, compare, read_record, read_state, write_state
+from trainer.checkpoint.lineage import StartPoint, choose_start, resume_record, total_steps_after
+from trainer.checkpoint.saver import RunFacts, Saver
+from trainer.checkpoint.state import compare, read_record, read_state
 from trainer.checkpoint.store import CheckpointStore
 from trainer.config import TrainConfig
 from trainer.data.chat import encode_prompt
 from trainer.data.prompts import read_prompts
 from trainer.data.sampler import Feeder
 from trainer.drafter.worker import DrafterWorker, StepHooks, StepPlan
-from trainer.errors import EXIT_FINISHED, EXIT_STOPPED, CheckpointError, ConfigError, PipelineError
+from trainer.errors import EXIT_FINISHED, EXIT_STOPPED, ConfigError, PipelineError
 from trainer.eval.online import OnlineEvaluation
 from trainer.eval.speculative import TargetLike
 from trainer.flags import Resolved, has_wandb_key
@@ -58,6 +59,8 @@ _LOG = logging.getLogger(__name__)
 
 MONITOR_S = 0.2
 JOIN_AFTER_FAILURE_S = 30.0
+SAVE_AFTER_FAILURE_S = 120.0
+"""A checkpoint that is being written when the run fails gets so long to come to its end."""
 
 
 class Trainer:
@@ -73,9 +76,8 @@ class Trainer:
         self._output_dir = Path(self.config.paths.output_dir)
         self._evaluation: OnlineEvaluation | None = None
         self._worker: DrafterWorker | None = None
-        self._last_saved_step = -1
+        self._saver: Saver | None = None
         self._is_finished = False
-        self._save_seconds = 0.0
 
     def train(self) -> int:
         """Go through all phases; returns the exit code of a finished or stopped run.
@@ -116,11 +118,13 @@ class Trainer:
                 self._parts = parts = self._load(start)
             if parts.plan.first_step >= parts.plan.total_steps:
                 _LOG.info("nothing left to do: step %d of %d", parts.plan.first_step, parts.plan.total_steps)
-                self._save(parts.plan.first_step)
+                self._save_last(parts.plan.first_step)
                 self._is_finished = True
             else:
                 self._run_pipeline(parts)
         finally:
+            if self._saver is not None:
+                self._saver.close(timeout_s=SAVE_AFTER_FAILURE_S, give_up=self._is_abandoned)
             if not self._stopping.is_abandoned:
                 self._reporter.close()
 
@@ -165,6 +169,7 @@ class Trainer:
         self._identity = run_identity(self.config, parts, self._code)
         if start.state_dir is not None:
             parts.plan = self._resume(parts, start.state_dir, start)
+        self._saver = self._open_saver(parts, start)
         self._status.progress(parts.plan.first_step, parts.plan.total_steps)
         self._open_evaluation(parts)
         return parts
@@ -176,6 +181,9 @@ class Trainer:
     def _resume(self, parts: Parts, state_dir: Path, start: StartPoint) -> StepPlan:
         """Load the state, after comparing what it belongs to with this run."""
         state = read_state(state_dir)
+        parts.consumed.load(state.tensors)
+        parts.plan = self._plan_after(parts, state.step, state.tokens)
+        self._identity["plan"]["total_steps"] = parts.plan.total_steps
         differences = compare(state.meta, self._identity)
         for line in differences:
             _LOG.warning("resumed with a difference: %s", line)
@@ -184,11 +192,7 @@ class Trainer:
             resume_record(start, state.step, differences, is_ordered=self.config.queue.ordered),
         )
         parts.optimizer.load_state_tensors(state.tensors)
-        parts.consumed.load(state.tensors)
-        saved_at = start.saved_at()
-        if start.lineage == state_dir.parent.parent.name:
-            self._last_saved_step = state.step
-        self._status.checkpoint_saved(state.step, state_dir, saved_at)
+        self._status.checkpoint_saved(state.step, state_dir, start.saved_at())
         _LOG.info(
             "resumed from %s: step %d, %d packs consumed%s",
             state_dir,
@@ -196,13 +200,41 @@ class Trainer:
             parts.consumed.count(),
             f"; skipped {len(start.skipped)} damaged" if start.skipped else "",
         )
-        plan = parts.plan
-        return StepPlan(
-            first_step=state.step,
-            total_steps=plan.total_steps,
-            total_packs=plan.total_packs,
-            packs_per_epoch=plan.packs_per_epoch,
-            tokens=state.tokens,
+        return parts.plan
+
+    def _plan_after(self, parts: Parts, step: int, tokens: int) -> StepPlan:
+        optim, plan = self.config.optim, parts.plan
+        return dataclasses.replace(
+            plan,
+            first_step=step,
+            tokens=tokens,
+            total_steps=total_steps_after(
+                step,
+                consumed=parts.consumed.count(),
+                total_packs=plan.total_packs,
+                packs_per_step=optim.grad_accum * len(self.config.devices.drafters()),
+                max_steps=optim.max_steps,
+            ),
+        )
+
+    def _open_saver(self, parts: Parts, start: StartPoint) -> Saver:
+        config = self.config.checkpoint
+        is_named = config.resume not in ("latest", "scratch") and start.continues_lineage
+        drafter = parts.drafter.config
+        return Saver(
+            self._store,
+            config=config,
+            facts=RunFacts(
+                identity=self._identity | {"wandb_id": self._wandb_id},
+                drafter_fields={f.name: getattr(drafter, f.name) for f in dataclasses.fields(drafter)},
+                export_meta={"mask_token_reason": parts.target.info.mask_token_reason},
+            ),
+            source=parts.optimizer,
+            consumed=parts.consumed,
+            status=self._status,
+            board=self._board,
+            protect=frozenset({parts.plan.first_step} if is_named else ()),
+            saved_step=parts.plan.first_step if start.continues_lineage else -1,
         )
 
     def _open_evaluation(self, parts: Parts) -> None:
@@ -256,7 +288,7 @@ class Trainer:
     def _hooks(self, parts: Parts, lines: Lines) -> StepHooks:
         return StepHooks(
             consumed=parts.consumed.add,
-            report=self._reporter.submit,
+            report=self._submit,
             first_pack=lambda: self._status.set_phase("training"),
             after_step=self._after_step,
             at_end=functools.partial(self._at_end, close=lines.hidden_states.close),
@@ -306,7 +338,11 @@ class Trainer:
         devices = list(dict.fromkeys((*self.config.devices.targets(), *self.config.devices.drafters())))
         sources.tokens = lambda: drafter.tokens
         sources.queue = lambda: queue_record(len(lines.feed), lines.hidden_states.snapshot(), edges)
-        sources.profile = lambda: {"target": targets[0].timers.take(), "drafter": drafter.timers.take()}
+        sources.profile = lambda: {
+            "target": targets[0].timers.take(),
+            "drafter": drafter.timers.take(),
+            "checkpoint": self._saver.take_record() if self._saver else {},
+        }
         sources.workers = lambda: [*(worker.stats.take() for worker in targets), drafter.stats.take()]
         sources.cuda = lambda: cuda_memory(devices)
         sources.batch = lambda: batch_record(
@@ -333,12 +369,8 @@ class Trainer:
         self._status.progress(step)
         is_last = step >= self._parts.plan.total_steps or self._board.stop.is_set()
         if config.checkpoint.every and step % config.checkpoint.every == 0 and not is_last:
-            try:
-                self._save(step)
-            except CheckpointError as error:
-                # a full disk must not end a run whose earlier checkpoints are good
-                _LOG.error("checkpoint of step %d failed, training goes on: %s", step, error)
-                self._status.set_phase("training", f"checkpoint failed: {error}")
+            assert self._saver is not None
+            self._saver.save(step, self._tokens())
         if config.eval.every and step % config.eval.every == 0 and not self._board.stop.is_set():
             self._evaluate(step)
 
@@ -351,6 +383,7 @@ class Trainer:
             _LOG.info("evaluation at step %d given up for a stop", step)
             return
         _LOG.info("evaluation at step %d: acceptance length %s", step, record["acceptance_length"])
+        self._score("acceptance_length", step, record["acceptance_length"])
         self._reporter.submit(
             IntervalReport(
                 step=step,
@@ -368,32 +401,21 @@ class Trainer:
         if stop is not None and not stop.save:
             _LOG.info("stopped at step %d without saving, as asked", step)
             return
-        self._save(step)
+        self._save_last(step)
         self._is_finished = step >= self._parts.plan.total_steps
 
-    def _save(self, step: int) -> None:
-        """Publish export and state of a completed step, then prune."""
-        if step == self._last_saved_step:
-            return
-        parts, started_s = self._parts, time.monotonic()
-        with self._status.during("checkpointing", f"step {step}"), self._board.quiet("checkpoint"):
-            meta = {"mask_token_reason": parts.target.info.mask_token_reason}
-            self._store.save("export", step, lambda path: export_drafter(parts.drafter, meta, path))
-            state = TrainState(
-                step=step,
-                tokens=self._tokens(),
-                meta=self._identity | {"wandb_id": self._wandb_id, "noise_step": step},
-                tensors=parts.optimizer.state_tensors() | parts.consumed.tensors(),
-            )
-            try:
-                path = self._store.save("state", step, functools.partial(write_state, state))
-            finally:
-                # also after a failure: exports whose state found no room must not fill the disk further
-                self._store.prune(self.config.checkpoint.keep)
-        self._last_saved_step = step
-        self._save_seconds = time.monotonic() - started_s
-        self._status.checkpoint_saved(step, path)
-        _LOG.info("checkpoint of step %d saved in %.1f s: %s", step, self._save_seconds, path)
+    def _save_last(self, step: int) -> None:
+        assert self._saver is not None
+        self._saver.save(step, self._tokens(), is_last=True)
+
+    def _score(self, metric: str, step: int, value: float | None) -> None:
+        """Tell the saver how good the drafter was at a step; it keeps the best checkpoints."""
+        if self._saver is not None:
+            self._saver.scores.observe(metric, step, value)
+
+    def _submit(self, report: IntervalReport) -> None:
+        self._score("eal", report.step, report.train.get("eal"))
+        self._reporter.submit(report)
 
     def _tokens(self) -> int:
         return self._parts.plan.tokens if self._worker is None else self._worker.tokens
@@ -405,4 +427,9 @@ class Trainer:
             raise StoppedEarlyError
 
     def _needed_to_stop_s(self) -> float:
-        return (self._worker.step_seconds if self._worker else 0.0) + 2.0 * self._save_seconds
+        step_s = self._worker.step_seconds if self._worker else 0.0
+        return step_s + (2.0 * self._saver.needed_s() if self._saver else 0.0)
+
+    def _is_abandoned(self) -> bool:
+        self._stopping.look()
+        return self._stopping.is_abandoned

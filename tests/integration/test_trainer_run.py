@@ -95,7 +95,7 @@ def stop_after(monkeypatch, step):
 
 
 def test_run_trains_saves_exports_and_reports(tiny, out, capsys):
-    code = run_here(settings_for(*tiny, out, checkpoint__every=4))
+    code = run_here(settings_for(*tiny, out, checkpoint__every=4, checkpoint__keep_best=0))
 
     status = read_status(out / "run")
     lines = metrics_lines(out / "run")
@@ -233,7 +233,11 @@ def test_resume_with_another_learning_rate_is_recorded(tiny, out, caplog):
     assert "resumed with a difference: optim.lr was 0.0006, is 0.01" in caplog.text
     record = json.loads((out / "run" / "resume.json").read_text())
     assert record["step"] == 2
-    assert record["differences"] == ["optim.lr was 0.0006, is 0.01", "optim.max_steps was 2, is 4"]
+    assert record["differences"] == [
+        {"field": "optim.lr", "was": 0.0006, "is": 0.01},
+        {"field": "optim.max_steps", "was": 2, "is": 4},
+        {"field": "plan.total_steps", "was": 2, "is": 4},
+    ]
     assert record["order"].startswith("free-running")
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.state import Difference, check_state
 from trainer.checkpoint.store import MANIFEST, CheckpointStore, list_lineages, new_lineage, verify
 from trainer.errors import CheckpointError
 
@@ -26,6 +27,11 @@ class StartPoint:
     lineage: str
     state_dir: Path | None
     skipped: tuple[str, ...]
+
+    @property
+    def continues_lineage(self) -> bool:
+        """True when the state lies in the lineage that goes on, not in another one that is branched off."""
+        return self.state_dir is not None and self.state_dir.parent.parent.name == self.lineage
 
     def saved_at(self) -> float | None:
         """Return when the state was written."""
@@ -49,7 +55,7 @@ def choose_start(output_dir: Path, resume: str) -> StartPoint:
         return StartPoint(lineage=new_lineage(output_dir), state_dir=None, skipped=())
     if resume != "latest":
         return _from_path(output_dir, Path(resume).resolve())
-    found = CheckpointStore(output_dir / lineages[-1]).find_newest()
+    found = CheckpointStore(output_dir / lineages[-1]).find_newest(accept=check_state)
     for reason in found.skipped:
         _LOG.warning("checkpoint skipped: %s", reason)
     if found.path is None and found.skipped:
@@ -61,7 +67,7 @@ def choose_start(output_dir: Path, resume: str) -> StartPoint:
 
 
 def resume_record(
-    start: StartPoint, step: int, differences: Sequence[str], *, is_ordered: bool
+    start: StartPoint, step: int, differences: Sequence[Difference], *, is_ordered: bool
 ) -> dict[str, Any]:
     """Return what `resume.json` says: from where, what was passed over, and what differs and why."""
     order = (
@@ -70,19 +76,36 @@ def resume_record(
         else "free-running: every pack of the plan once, in an order that depends on timing"
     )
     return {
-        "v": 1,
+        "v": 2,
         "from": str(start.state_dir),
         "step": step,
         "skipped": list(start.skipped),
-        "differences": list(differences),
+        "differences": [{"field": d.field, "was": d.was, "is": d.now} for d in differences],
         "order": order,
     }
 
 
+def total_steps_after(
+    step: int, *, consumed: int, total_packs: int, packs_per_step: int, max_steps: int
+) -> int:
+    """Return where a resumed run ends: the steps done, and as many as the packs that are left make.
+
+    Args:
+        step: completed optimizer steps.
+        consumed: packs that went into them, whatever number went into each.
+        total_packs: packs of all epochs.
+        packs_per_step: of this run: accumulation times drafters.
+        max_steps: limit of the configuration; 0 = none.
+    """
+    total = step + -(-max(0, total_packs - consumed) // packs_per_step)
+    return min(total, max(max_steps, step)) if max_steps else total
+
+
 def _from_path(output_dir: Path, path: Path) -> StartPoint:
     verify(path)
+    check_state(path)
     lineage_dir = path.parent.parent
     is_ours = path.parent.name == "state" and lineage_dir.parent == output_dir.resolve()
-    if is_ours and CheckpointStore(lineage_dir).find_newest().path == path:
+    if is_ours and CheckpointStore(lineage_dir).find_newest(accept=check_state).path == path:
         return StartPoint(lineage=lineage_dir.name, state_dir=path, skipped=())
     return StartPoint(lineage=new_lineage(output_dir), state_dir=path, skipped=())

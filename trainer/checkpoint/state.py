@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -33,7 +33,7 @@ REFUSED_FIELDS = (
     "optim.grad_accum",
 )
 """Key prefixes whose change makes a stored state meaningless: other shapes, or another plan of packs."""
-RECORDED_FIELDS = ("loss.", "optim.", "target.", "queue.ordered", "devices.")
+RECORDED_FIELDS = ("loss.", "optim.", "target.", "queue.", "devices.")
 """Key prefixes whose change is allowed and recorded field by field."""
 
 
@@ -139,51 +139,81 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
+def check_state(folder: Path) -> None:
+    """Look whether this trainer can read a state that verifies, without loading its tensors.
+
+    Raises:
+        CheckpointError: not a training state, or of a newer version.
+    """
+    record = read_record(folder)
+    try:
+        int(record["step"]), int(record["tokens"])
+        with safe_open(folder / TENSOR_FILE, framework="pt", device="cpu"):
+            pass
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise _not_a_state(folder, error) from error
+
+
 def _not_a_state(folder: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"not a training state: {folder} ({type(error).__name__}: {error}); name a state/step-* folder"
     )
 
 
-def compare(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One field in which the stored run and the present one differ."""
+
+    field: str
+    was: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.field} was {self.was!r}, is {self.now!r}"
+
+
+def compare(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[Difference]:
     """Compare the run that wrote a state with the run that wants to continue it.
 
     Args:
-        stored: `meta` of the state: `config` (nested tables), `data`, `target`, `world`.
+        stored: `meta` of the state: `config` (nested tables), `data`, `target`, `world` ...
         present: the same of this run.
 
     Returns:
-        One line per allowed difference, to be logged and recorded.
+        The differences that are allowed, to be logged and recorded.
 
     Raises:
         CheckpointError: names every difference that cannot be continued.
     """
-    refused: list[str] = []
-    recorded: list[str] = []
-    for part in ("data", "target"):
-        for key, was, now in _differences(stored.get(part, {}), present.get(part, {})):
-            refused.append(f"{part}.{key} was {was!r}, is {now!r}")
-    for table in sorted({*stored.get("config", {}), *present.get("config", {})}):
-        old, new = stored.get("config", {}).get(table, {}), present.get("config", {}).get(table, {})
-        for key, was, now in _differences(old, new):
-            text = f"{table}.{key} was {was!r}, is {now!r}"
-            if _matches(f"{table}.{key}", REFUSED_FIELDS):
-                refused.append(text)
-            elif _matches(f"{table}.{key}", RECORDED_FIELDS):
-                recorded.append(text)
-    for part in ("world", "versions", "code"):
-        for key, was, now in _differences(stored.get(part, {}), present.get(part, {})):
-            recorded.append(f"{part}.{key} was {was!r}, is {now!r}")
+    found = [
+        difference
+        for part in ("data", "target")
+        for difference in _differences(part, stored.get(part, {}), present.get(part, {}))
+    ]
+    refused, recorded = found, []
+    old_config, new_config = stored.get("config", {}), present.get("config", {})
+    for table in sorted({*old_config, *new_config}):
+        for difference in _differences(table, old_config.get(table, {}), new_config.get(table, {})):
+            if _matches(difference.field, REFUSED_FIELDS):
+                refused.append(difference)
+            elif _matches(difference.field, RECORDED_FIELDS):
+                recorded.append(difference)
+    for part in ("world", "plan", "versions", "code"):
+        recorded += _differences(part, stored.get(part, {}), present.get(part, {}))
     if refused:
         raise CheckpointError(
-            f"the checkpoint belongs to another run: {'; '.join(refused)}; "
+            f"the checkpoint belongs to another run: {'; '.join(map(str, refused))}; "
             "restore these or use --resume scratch"
         )
     return recorded
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    return [(key, old.get(key), new.get(key)) for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+def _differences(part: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
+    return [
+        Difference(field=f"{part}.{key}", was=old.get(key), now=new.get(key))
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key)
+    ]
 
 
 def _matches(key: str, prefixes: Sequence[str]) -> bool:

@@ -14,10 +14,10 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from trainer.errors import CheckpointError
 
@@ -28,6 +28,7 @@ KINDS: tuple[Kind, ...] = ("state", "export")
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 _STEP_NAME = re.compile(r"step-(\d{8,})")
+_REPLACED_NAME = re.compile(r"step-(\d{8,})\.replaced-\d+")
 _LINEAGE_NAME = re.compile(r"lineage-(\d{4,})")
 
 
@@ -60,7 +61,10 @@ class CheckpointStore:
         """Create the lineage and remove what an interrupted save left behind."""
         for kind in KINDS:
             folder = self.lineage_dir / kind
-            folder.mkdir(parents=True, exist_ok=True)
+            if not folder.is_dir():
+                folder.mkdir(parents=True)
+                for parent in (folder, self.lineage_dir, self.lineage_dir.parent):
+                    _sync(parent)
             for leftover in folder.glob(".tmp-*"):
                 _LOG.info("removed an unfinished save: %s", leftover)
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -108,31 +112,60 @@ class CheckpointStore:
         """Return the final path of a step."""
         return self.lineage_dir / kind / f"step-{step:08d}"
 
-    def find_newest(self, kind: Kind = "state") -> Found:
-        """Return the newest folder that verifies; damaged ones are named with their reason."""
+    def find_newest(
+        self, kind: Kind = "state", *, accept: Callable[[Path], object] = lambda _path: None
+    ) -> Found:
+        """Return the newest folder that verifies; damaged ones are named with their reason.
+
+        Args:
+            kind: states or exports.
+            accept: looks at what is inside a folder that verifies; raises `CheckpointError` to pass it over.
+        """
         skipped: list[str] = []
         for step in reversed(self.steps(kind)):
             path = self.path(kind, step)
             try:
                 verify(path)
+                accept(path)
             except CheckpointError as error:
                 skipped.append(str(error))
                 continue
             return Found(path=path, step=step, skipped=tuple(skipped))
         return Found(path=None, step=0, skipped=tuple(skipped))
 
-    def prune(self, keep: int) -> list[Path]:
-        """Remove all but the newest `keep` folders of each kind; the newest that verifies always stays."""
+    def prune(self, keep: int, *, protect: Collection[int] = (), verified: int | None = None) -> list[Path]:
+        """Remove all but the newest `keep` steps of each kind; the newest that verifies always stays.
+
+        What was set aside for a new save (`step-*.replaced-N`) goes with its step.
+
+        Args:
+            keep: how many of the newest stay.
+            protect: steps that stay in any case: the best ones, and the one that a resume points to.
+            verified: a step whose state has just been verified, so that it need not be read again.
+
+        Returns:
+            The folders that were removed.
+        """
         removed: list[Path] = []
         for kind in KINDS:
-            surplus = self.steps(kind)[:-keep]
-            if surplus and self.find_newest(kind).step in surplus:
-                surplus.remove(self.find_newest(kind).step)
-            for step in surplus:
-                path = self.path(kind, step)
-                if _remove(path):
-                    removed.append(path)
+            steps = self.steps(kind)
+            surplus = [step for step in steps[:-keep] if step not in protect]
+            if surplus and not (kind == "state" and verified in steps[-keep:]):
+                newest = self.find_newest(kind)
+                surplus = [step for step in surplus if newest.path is None or step != newest.step]
+            gone = [self.path(kind, step) for step in surplus] + self._surplus_replaced(kind, steps, surplus)
+            removed += [path for path in gone if _remove(path)]
         return removed
+
+    def _surplus_replaced(self, kind: Kind, steps: list[int], surplus: Collection[int]) -> list[Path]:
+        """Return the set-aside folders of steps that go, or that nothing replaced while newer ones exist."""
+        folder = self.lineage_dir / kind
+        matches = ((path, _REPLACED_NAME.fullmatch(path.name)) for path in sorted(folder.iterdir()))
+        return [
+            path
+            for path, match in matches
+            if match and (int(match.group(1)) in surplus or int(match.group(1)) < min(steps, default=0))
+        ]
 
     def _write_manifest(self, folder: Path, step: int) -> None:
         files = {}
@@ -153,10 +186,34 @@ def verify(folder: Path) -> None:
     """Compare a checkpoint folder with its manifest.
 
     Raises:
-        CheckpointError: says what differs: no manifest, a missing, short, long or altered file.
+        CheckpointError: says what differs: no manifest, one of another step or of a newer format, a missing,
+            short, long or altered file.
     """
+    manifest, files = _read_manifest(folder)
+    if manifest.get("v") != MANIFEST_VERSION:
+        raise CheckpointError(
+            f"{folder / MANIFEST} has format version {manifest.get('v')}, this trainer reads "
+            f"{MANIFEST_VERSION}; resume it with the trainer that wrote it"
+        )
+    name_match = _STEP_NAME.fullmatch(folder.name)
+    if name_match and manifest.get("step") != int(name_match.group(1)):
+        raise CheckpointError(
+            f"{folder / MANIFEST} is of step {manifest.get('step')}: it belongs to another folder"
+        )
+    for name, (size, digest) in files.items():
+        path = folder / name
+        if not path.is_file() or path.is_symlink():
+            raise CheckpointError(f"{path} is missing")
+        if path.stat().st_size != size:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, the manifest says {size}")
+        if _sha256(path) != digest:
+            raise CheckpointError(f"{path} does not match its SHA-256 in the manifest")
+
+
+def _read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[int, str]]]:
+    """Return a manifest, and of each file below its folder size and digest."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files = {
             str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()
         }
@@ -170,14 +227,10 @@ def verify(folder: Path) -> None:
         ) from error
     if not files:
         raise CheckpointError(f"{folder / MANIFEST} lists no files")
-    for name, (size, digest) in files.items():
-        path = folder / name
-        if not path.is_file() or path.is_symlink():
-            raise CheckpointError(f"{path} is missing")
-        if path.stat().st_size != size:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, the manifest says {size}")
-        if _sha256(path) != digest:
-            raise CheckpointError(f"{path} does not match its SHA-256 in the manifest")
+    outside = [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]
+    if outside:
+        raise CheckpointError(f"{folder / MANIFEST} names a file outside of its folder: {outside[0]}")
+    return manifest, files
 
 
 def list_lineages(output_dir: Path) -> list[str]:

@@ -123,11 +123,25 @@ class StatusFile:
             self._record["degraded"] = {**self._record["degraded"], capability: reason}
         self.write()
 
-    def checkpoint_saved(self, step: int, path: Path, saved_at: float | None = None) -> None:
+    def clear_degraded(self, capability: str) -> None:
+        """Record that something works again, and write the file if that is news."""
+        with self._lock:
+            if capability not in self._record["degraded"]:
+                return
+            left = {name: why for name, why in self._record["degraded"].items() if name != capability}
+            self._record["degraded"] = left
+        self.write()
+
+    def checkpoint_saved(
+        self, step: int, path: Path, saved_at: float | None = None, *, duration_s: float | None = None
+    ) -> None:
         """Record the newest checkpoint (`saved_at` None: just now) and write the file."""
         with self._lock:
             saved_at = self._wall() if saved_at is None else saved_at
-            self._record["last_checkpoint"] = {"step": step, "path": str(path), "saved_at": saved_at}
+            record: dict[str, Any] = {"step": step, "path": str(path), "saved_at": saved_at}
+            if duration_s is not None:
+                record["duration_s"] = round(duration_s, 3)
+            self._record["last_checkpoint"] = record
         self.write()
 
     def answer_stop(self, request_id: str | None, *, extend_s: float, why: str) -> None:

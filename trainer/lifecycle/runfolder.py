@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import platform
@@ -43,12 +44,22 @@ def find_git_sha(start: Path) -> str | None:
     return None
 
 
+def source_digest() -> str:
+    """Return the SHA-256 over the trainer's own source files; tells versions apart where there is no git."""
+    package = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
 def describe_code() -> dict[str, Any]:
     """Return what identifies the code and the packages of this process."""
     sha = find_git_sha(Path(__file__).resolve().parent)
     return {
         "git_sha": sha,
         "git_sha_reason": None if sha else "the source is not inside a git work tree",
+        "source_sha256": source_digest(),
         "python": platform.python_version(),
         "versions": package_versions(),
     }

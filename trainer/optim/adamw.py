@@ -132,16 +132,23 @@ class MasterAdamW:
         self._numerator.zero_()
         self._denominator.zero_()
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Return masters, moments and counters by name, as CPU copies."""
-        # host sync: a checkpoint needs the values; only between optimizer steps
+    def state_sources(self) -> dict[str, Tensor]:
+        """Return masters, moments and counters by name, where they live; the next step changes them."""
         tensors = {f"master.{name}": master for name, master in self._masters.items()}
         for name, master in self._masters.items():
             state = self._adam.state.get(master)
             if state:
                 tensors |= {f"{kind}.{name}": state[kind] for kind in _ADAM_KINDS}
         tensors |= {f"counter.{kind}": getattr(self, kind) for kind in _COUNTERS}
-        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        return tensors
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return copies of `state_sources` on the CPU."""
+        # host sync: the values are needed; only between optimizer steps
+        return {
+            name: tensor.detach().to("cpu", copy=True).contiguous()
+            for name, tensor in self.state_sources().items()
+        }
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:

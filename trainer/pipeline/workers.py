@@ -33,19 +33,28 @@ class Failure:
 class Board:
     """What the threads know of each other.
 
-    `stop` asks for an orderly end at the next optimizer step; `abort` ends everything at once.
+    `stop` asks for an orderly end at the next optimizer step; `abort` ends everything at once. `on_stall` is
+    called once, before the first `StalledError` is raised.
     """
 
-    def __init__(self, *, stall_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        stall_s: float,
+        on_stall: Callable[[], None] = lambda: None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.stop = threading.Event()
         self.abort = threading.Event()
         self._stall_s = stall_s
+        self._on_stall = on_stall
+        self._is_dumped = False
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._failure: Failure | None = None
         self._last_beat_s = monotonic()
         self._last_worker = "start"
-        self._quiet = 0
+        self._quiet: list[tuple[float | None, str]] = []
 
     @property
     def failure(self) -> Failure | None:
@@ -75,24 +84,50 @@ class Board:
             raise WorkerDiedError(f"{self._failure.thread} ended the run") from self._failure.error
         if self.abort.is_set():
             raise WorkerDiedError("the run was aborted")
+        limit_s, key = self._limit()
         idle_s = self._monotonic() - self._last_beat_s
-        if idle_s > self._stall_s and not self._quiet:
+        if limit_s is not None and idle_s > limit_s:
+            self._dump_once()
             raise StalledError(
-                f"nothing moved for {idle_s:.0f} s (limit {self._stall_s:.0f} s, queue.stall_s); "
+                f"nothing moved for {idle_s:.0f} s (limit {limit_s:g} s, {key}); "
                 f"last sign of life from {self._last_worker}"
             )
 
     @contextlib.contextmanager
-    def quiet(self, worker: str) -> Iterator[None]:
-        """Suspend the stall limit while `worker` does something that is known to take long."""
+    def quiet(self, worker: str, *, limit_s: float | None = None, key: str = "") -> Iterator[None]:
+        """Replace the stall limit while `worker` does something that is known to take long.
+
+        Args:
+            worker: who; the limit counts from here and from its beats.
+            limit_s: seconds without a beat until the run counts as stalled; None suspends the limit.
+            key: the setting that `limit_s` comes from.
+        """
+        limit = (limit_s, key)
+        self.beat(worker)
         with self._lock:
-            self._quiet += 1
+            self._quiet.append(limit)
         try:
             yield
         finally:
             self.beat(worker)
             with self._lock:
-                self._quiet -= 1
+                self._quiet.remove(limit)
+
+    def _limit(self) -> tuple[float | None, str]:
+        """Return the present limit and the key that sets it: the widest of what goes on."""
+        with self._lock:
+            quiet = list(self._quiet)
+        if not quiet:
+            return self._stall_s, "queue.stall_s"
+        return max(quiet, key=lambda limit: float("inf") if limit[0] is None else limit[0])
+
+    def _dump_once(self) -> None:
+        """Show where every thread stands while they still stand there."""
+        with self._lock:
+            if self._is_dumped:
+                return
+            self._is_dumped = True
+            self._on_stall()
 
 
 class WorkerGroup:
