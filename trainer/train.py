@@ -46,8 +46,7 @@ from trainer.lifecycle.runfolder import describe_code, hold_output, write_json, 
 from trainer.lifecycle.signals import SignalCounter, StoppedEarlyError
 from trainer.lifecycle.stopping import StopWatch
 from trainer.pipeline.devices import check_devices, on_device
-from trainer.pipeline.records import batch_record, queue_record
-from trainer.pipeline.timers import cuda_memory
+from trainer.pipeline.records import connect_sources
 from trainer.pipeline.workers import Board, WorkerGroup
 from trainer.target.worker import TargetWorker
 from trainer.telemetry import capabilities
@@ -333,26 +332,17 @@ class Trainer:
         self, lines: Lines, targets: Sequence[TargetWorker], drafter: DrafterWorker, parts: Parts
     ) -> None:
         """Tell the reporter where the parts of a line come from, and what is known before the first step."""
-        sources = self._reporter.sources
-        edges = parts.sampler.edges
-        devices = list(dict.fromkeys((*self.config.devices.targets(), *self.config.devices.drafters())))
-        sources.tokens = lambda: drafter.tokens
-        sources.queue = lambda: queue_record(len(lines.feed), lines.hidden_states.snapshot(), edges)
-        sources.profile = lambda: {
-            "target": targets[0].timers.take(),
-            "drafter": drafter.timers.take(),
-            "checkpoint": self._saver.take_record() if self._saver else {},
-        }
-        sources.workers = lambda: [*(worker.stats.take() for worker in targets), drafter.stats.take()]
-        sources.cuda = lambda: cuda_memory(devices)
-        sources.batch = lambda: batch_record(
-            sequences=sum(worker.sequences for worker in targets),
-            padded_tokens=sum(worker.padded_tokens for worker in targets),
-            valid_tokens=sum(worker.stats.tokens for worker in targets),
-            bucket_batches=[
-                sum(worker.bucket_batches.get(bucket, 0) for worker in targets)
-                for bucket in range(len(edges))
-            ],
+        connect_sources(
+            self._reporter.sources,
+            feed_depth=lambda: len(lines.feed),
+            snapshot=lines.hidden_states.snapshot,
+            edges=parts.sampler.edges,
+            token_budget=self.config.data.token_budget,
+            targets=targets,
+            drafters=[drafter],
+            devices=list(dict.fromkeys((*self.config.devices.targets(), *self.config.devices.drafters()))),
+            tokens=lambda: drafter.tokens,
+            checkpoint=lambda: self._saver.take_record() if self._saver else {},
         )
         self._reporter.prime(
             IntervalReport(

@@ -11,6 +11,8 @@ weight, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +85,7 @@ def microbatch_sums(
     head_chunk_rows: int,
     attention: str,
     objective: Objective = _CROSS_ENTROPY,
+    stage: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> StepSums:
     """Run the drafter on one pack and sum its weighted loss.
 
@@ -97,6 +100,7 @@ def microbatch_sums(
         head_chunk_rows: rows per head product; bounds the logits' memory (rows x vocabulary x 4 bytes).
         attention: `dense`, `sdpa` or `flex`.
         objective: loss and weights of each position; cross-entropy with static decay by default.
+        stage: entered around `forward` and around `loss`, to time them.
 
     Returns:
         Sums; `numerator.backward()` adds the gradient of the numerator. A pack without any supervised block
@@ -108,20 +112,22 @@ def microbatch_sums(
         anchors, labels = trim_blocks(anchors, labels)
     if not bool(labels.mask_AK.any()):
         return _nothing(drafter)
-    hidden_QD = block_hidden(
-        drafter, ends, pack, anchors, noise_sigma=noise_sigma, noise_seed=noise_seed, attention=attention
-    )
+    with stage("forward"):
+        hidden_QD = block_hidden(
+            drafter, ends, pack, anchors, noise_sigma=noise_sigma, noise_seed=noise_seed, attention=attention
+        )
     device = hidden_QD.device
     rows_R = labels.mask_AK.flatten().nonzero().flatten()  # on the CPU: no sync
     index_R = to_device(rows_R, device)
-    result = head_losses(
-        hidden_QD.index_select(0, index_R),
-        ends.head_weight_VD,
-        to_device(labels.labels_AK.flatten()[rows_R], device),
-        chunk_rows=head_chunk_rows,
-        softcap=ends.logit_softcap,
-        soft=_soft_labels(pack, objective, anchors, labels, rows_R, device),
-    )
+    with stage("loss"):
+        result = head_losses(
+            hidden_QD.index_select(0, index_R),
+            ends.head_weight_VD,
+            to_device(labels.labels_AK.flatten()[rows_R], device),
+            chunk_rows=head_chunk_rows,
+            softcap=ends.logit_softcap,
+            soft=_soft_labels(pack, objective, anchors, labels, rows_R, device),
+        )
     mask_AK = to_device(labels.mask_AK, device)
     weights_R, denominator = _weigh(objective, labels, result, mask_AK, index_R)
     correct_AK = _spread(result.correct_R, index_R, mask_AK)

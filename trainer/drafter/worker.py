@@ -30,7 +30,7 @@ from trainer.errors import NonFiniteError
 from trainer.optim.adamw import MasterAdamW
 from trainer.optim.schedule import learning_rate
 from trainer.pipeline.messages import FeaturePack
-from trainer.pipeline.timers import DeferredScalars, StageTimers, WorkerStats
+from trainer.pipeline.timers import DeferredScalars, WorkerStats
 from trainer.pipeline.transfer import Receiver
 from trainer.pipeline.workers import Board
 from trainer.telemetry.metrics import IntervalReport
@@ -76,6 +76,7 @@ class _Interval:
     blocks: int = 0
     packs: int = 0
     tokens: int = 0
+    supervised: int = 0
     started_s: float = 0.0
 
 
@@ -117,7 +118,7 @@ class DrafterWorker:
         self.step = plan.first_step
         self.tokens = plan.tokens
         self.stats = WorkerStats(name)
-        self.timers = StageTimers(str(drafter.device))
+        self.timers = receiver.timers
         self._drafter = drafter
         self._ends = ends
         self._optimizer = optimizer
@@ -161,6 +162,7 @@ class DrafterWorker:
         self._optimizer.discard()
         if self._drafter.device.type == "cuda":
             torch.cuda.synchronize(self._drafter.device)  # host sync: errors must show here, not later
+        self.timers.clear()
 
     def train_step(self) -> bool:
         """Do one optimizer step; False when there were no packs for it (end of data, or stop)."""
@@ -214,19 +216,19 @@ class DrafterWorker:
             pack.tokens, loss.max_anchors, block_size=block_size, rng=np.random.default_rng(draw)
         )
         labels = block_labels(pack.tokens, anchors, block_size=block_size, gamma=loss.decay_gamma)
-        with self.timers.stage("forward"):
-            sums = microbatch_sums(
-                self._drafter,
-                self._ends,
-                pack,
-                anchors,
-                labels,
-                noise_sigma=self._sigma(),
-                noise_seed=pack_seed(run_seed=seed, epoch=pack.epoch, pack_id=pack.pack_id, stream="noise"),
-                head_chunk_rows=loss.head_chunk_rows,
-                attention=self._attention,
-                objective=self._objective,
-            )
+        sums = microbatch_sums(
+            self._drafter,
+            self._ends,
+            pack,
+            anchors,
+            labels,
+            noise_sigma=self._sigma(),
+            noise_seed=pack_seed(run_seed=seed, epoch=pack.epoch, pack_id=pack.pack_id, stream="noise"),
+            head_chunk_rows=loss.head_chunk_rows,
+            attention=self._attention,
+            objective=self._objective,
+            stage=self.timers.stage,
+        )
         with self.timers.stage("backward"):
             self._optimizer.accumulate(sums.numerator, sums.denominator)
         return sums
@@ -244,6 +246,7 @@ class DrafterWorker:
         interval.blocks += sums.blocks
         interval.packs += 1
         interval.tokens += length
+        interval.supervised += int(pack.tokens.loss_mask_T.sum())  # on the CPU: no sync
         self._recent_packs.append(f"{pack.epoch}:{pack.pack_id}")
         del self._recent_packs[:-64]
 
@@ -302,6 +305,7 @@ class DrafterWorker:
             batch={
                 "packs": interval.packs,
                 "valid_tokens": interval.tokens,
+                "supervised_tokens": interval.supervised,
                 "supervised_rows": interval.rows,
                 "blocks": interval.blocks,
                 "anchor_fill_ratio": interval.blocks / max(1, interval.packs * self._config.loss.max_anchors),

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class StageTimers:
     """Mean duration of each named stage since the last `take`."""
 
     def __init__(self, device: str) -> None:
+        self.device = device
         self._is_cuda = device.startswith("cuda")
         self._lock = threading.Lock()
         self._sums: dict[str, float] = defaultdict(float)
@@ -71,6 +72,13 @@ class StageTimers:
             self._counts.clear()
             self._last |= fresh
             return dict(self._last)
+
+    def clear(self) -> None:
+        """Forget everything timed so far (warm-up: it holds compilation)."""
+        with self._lock:
+            self._pending.clear()
+            for sums in (self._sums, self._counts, self._last):
+                sums.clear()
 
     def _add(self, name: str, ms: float) -> None:
         with self._lock:
@@ -148,18 +156,28 @@ class DeferredScalars:
         return dict(zip(self._names, self._host.tolist(), strict=True))
 
 
-def cuda_memory(devices: list[str]) -> list[Mapping[str, Any]]:
+def find_uuid(device: str) -> str | None:
+    """Return the card behind a CUDA device as NVML names it (`GPU-…`); None where torch does not say."""
+    found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if found is None else f"GPU-{str(found).removeprefix('GPU-')}"
+
+
+def cuda_memory(devices: Sequence[str]) -> list[Mapping[str, Any]]:
     """Return the allocator's figures of each CUDA device in use (host counters, no sync)."""
     records: list[Mapping[str, Any]] = []
     for device in devices:
         if not device.startswith("cuda"):
             continue
         stats = torch.cuda.memory_stats(device)
+        allocated = stats.get("allocated_bytes.all.current", 0)
+        reserved = stats.get("reserved_bytes.all.current", 0)
         records.append(
             {
                 "index": torch.device(device).index,
-                "allocated_bytes": stats.get("allocated_bytes.all.current", 0),
-                "reserved_bytes": stats.get("reserved_bytes.all.current", 0),
+                "uuid": find_uuid(device),
+                "allocated_bytes": allocated,
+                "reserved_bytes": reserved,
+                "fragmentation_bytes": reserved - allocated,
                 "peak_bytes": stats.get("allocated_bytes.all.peak", 0),
                 "alloc_retries": stats.get("num_alloc_retries", 0),
                 "ooms": stats.get("num_ooms", 0),

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from trainer.pipeline.messages import FeaturePack, HiddenStates
 from trainer.pipeline.queues import HiddenStatesQueue
-from trainer.pipeline.timers import new_event
+from trainer.pipeline.timers import StageTimers, new_event
 from trainer.pipeline.workers import WAIT_S, Board
 
 DEVICE_SLOTS = 2
@@ -85,6 +85,9 @@ Deliver = Callable[[HiddenStates, Tensor | None], None]
 class Sender(Protocol):
     """Brings the valid rows of a target's output to the host."""
 
+    timers: StageTimers
+    """stages `pack` and `d2h`; the target's worker adds its own"""
+
     def send(self, states: HiddenStates, valid_rows_T: Tensor, deliver: Deliver) -> None:
         """Start the transfer of padded states; `deliver` is called when the bytes are complete."""
 
@@ -95,9 +98,14 @@ class Sender(Protocol):
 class CpuSender:
     """Gathers and delivers at once."""
 
+    def __init__(self) -> None:
+        self.timers = StageTimers("cpu")
+
     def send(self, states: HiddenStates, valid_rows_T: Tensor, deliver: Deliver) -> None:
         """Deliver the valid rows."""
-        deliver(pick_rows(states, valid_rows_T), None)
+        with self.timers.stage("pack"):
+            packed = pick_rows(states, valid_rows_T)
+        deliver(packed, None)
 
     def finish(self) -> None:
         """Nothing is ever in flight."""
@@ -143,6 +151,7 @@ class CudaSender:
         self._board = board
         self._pool = pool
         self._device = torch.device(device)
+        self.timers = StageTimers(device)
         self._copy_stream = _new_stream(self._device)
         self._slots = [_Slot(shape, dtype, self._device) for _ in range(DEVICE_SLOTS)]
         self._turn = 0
@@ -159,14 +168,16 @@ class CudaSender:
             compute.wait_event(slot.read_done)
         rows = valid_rows_T.pin_memory().to(self._device, non_blocking=True)
         device_states, flat = carve(slot.buffer, states, rows.numel())
-        _pack_into(device_states, states, rows)
+        with self.timers.stage("pack"):
+            _pack_into(device_states, states, rows)
         packed = new_event()
         packed.record(compute)
         buffer = self._pool.acquire(flat.nbytes)
         host_states, host_flat = carve(buffer.view(flat.dtype), states, rows.numel())
         with torch.cuda.stream(self._copy_stream):
             self._copy_stream.wait_event(packed)
-            host_flat.copy_(flat, non_blocking=True)
+            with self.timers.stage("d2h"):
+                host_flat.copy_(flat, non_blocking=True)
             copied = new_event()
             copied.record(self._copy_stream)
         slot.read_done = copied
@@ -200,6 +211,9 @@ class CudaSender:
 class Receiver(Protocol):
     """Hands packs to a drafter, on its device."""
 
+    timers: StageTimers
+    """stage `h2d`; the drafter's worker adds its own"""
+
     def next(self, *, stop_empties: bool) -> FeaturePack | None:
         """Return the next pack; None when none will come (or, if asked so, when the run stops)."""
 
@@ -212,6 +226,7 @@ class CpuReceiver:
 
     def __init__(self, source: HiddenStatesQueue[QueuedPack]) -> None:
         self._source = source
+        self.timers = StageTimers("cpu")
 
     def next(self, *, stop_empties: bool) -> FeaturePack | None:
         """Return the next pack."""
@@ -239,6 +254,7 @@ class CudaReceiver:
         self._board = board
         self._pool = pool
         self._device = torch.device(device)
+        self.timers = StageTimers(device)
         self._copy_stream = _new_stream(self._device)
         self._free: queue.Queue[_Slot] = queue.Queue()
         for _ in range(DEVICE_SLOTS):
@@ -301,9 +317,10 @@ class CudaReceiver:
         with torch.cuda.stream(self._copy_stream):
             if slot.read_done is not None:
                 self._copy_stream.wait_event(slot.read_done)
-            device.features.copy_(host.features, non_blocking=True)
-            if device.last_hidden is not None and host.last_hidden is not None:
-                device.last_hidden.copy_(host.last_hidden, non_blocking=True)
+            with self.timers.stage("h2d"):
+                device.features.copy_(host.features, non_blocking=True)
+                if device.last_hidden is not None and host.last_hidden is not None:
+                    device.last_hidden.copy_(host.last_hidden, non_blocking=True)
             copied = new_event()
             copied.record(self._copy_stream)
         copied.synchronize()  # host sync: in this thread only; the pinned buffer is free from here on

@@ -19,7 +19,7 @@ from trainer.data.collate import TargetBatch, collate, pack_tokens
 from trainer.data.corpus import Corpus, Sample
 from trainer.pipeline.messages import BatchPlanItem, FeaturePack, HiddenStates, PackedTokens
 from trainer.pipeline.queues import FeedQueue, HiddenStatesQueue
-from trainer.pipeline.timers import StageTimers, WorkerStats
+from trainer.pipeline.timers import WorkerStats
 from trainer.pipeline.transfer import Deliver, QueuedPack, Sender, pick_rows
 from trainer.pipeline.workers import Board
 from trainer.target.cache import SampleCache
@@ -52,8 +52,9 @@ class TargetWorker:
     ) -> None:
         self.name = name
         self.stats = WorkerStats(name)
-        self.timers = StageTimers(str(target.device))
+        self.timers = sender.timers
         self.padded_tokens = 0
+        self.valid_tokens = 0
         self.sequences = 0
         self.bucket_batches: dict[int, int] = {}
         self.is_cached = False
@@ -142,6 +143,7 @@ class TargetWorker:
 
     def _count(self, item: BatchPlanItem, samples: Sequence[Sample]) -> None:
         self.sequences += len(samples)
+        self.valid_tokens += sum(len(sample.input_ids_T) for sample in samples)
         self.padded_tokens += len(samples) * max(len(sample.input_ids_T) for sample in samples)
         self.bucket_batches[item.bucket] = self.bucket_batches.get(item.bucket, 0) + 1
 

@@ -15,6 +15,11 @@ from typing import Any
 
 METRICS_VERSION = 1
 
+TARGET_STAGES = ("wait_input", "forward", "pack", "d2h", "put")
+"""Stages of a target worker, in order; each is `<stage>_ms` under `profile`."""
+DRAFTER_STAGES = ("wait_hidden_states", "h2d", "forward", "loss", "backward", "all_reduce", "optimizer")
+"""Stages of a drafter worker, in order."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalReport:
@@ -43,8 +48,9 @@ def build_line(
     gpu: Sequence[Mapping[str, Any]],
     cuda: Sequence[Mapping[str, Any]],
     batch: Mapping[str, Any],
+    reasons: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Assemble one line in the order of the contract."""
+    """Assemble one line in the order of the contract; `reasons` says of an empty group why it is."""
     line: dict[str, Any] = {
         "v": METRICS_VERSION,
         "t": round(t, 3),
@@ -58,6 +64,7 @@ def build_line(
         "gpu": [dict(entry) for entry in gpu],
         "cuda": [dict(entry) for entry in cuda],
     }
+    line["reasons"] = {group: text for group, text in (reasons or {}).items() if text and not line.get(group)}
     if report.evaluation is not None:
         line["eval"] = dict(report.evaluation)
     return line

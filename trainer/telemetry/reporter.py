@@ -41,6 +41,8 @@ class Sources:
     cuda: Callable[[], Sequence[Mapping[str, Any]]] = _no_records
     batch: Callable[[], Mapping[str, Any]] = _no_mapping
     tokens: Callable[[], int] = field(default=lambda: 0)
+    reasons: dict[str, str] = field(default_factory=dict)
+    """why a group has no entries at all"""
 
 
 class Reporter:
@@ -149,6 +151,7 @@ class Reporter:
             gpu=self.sources.gpu(),
             cuda=self.sources.cuda(),
             batch=self.sources.batch(),
+            reasons=self.sources.reasons,
         )
         if is_progress:
             _LOG.info("%s", progress_text(line))

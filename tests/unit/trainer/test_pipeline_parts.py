@@ -1,6 +1,7 @@
 """Small parts of the pipeline: sampler and feeder, sample cache, timers, devices, records."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from trainer.errors import ConfigError
 from trainer.pipeline import devices
 from trainer.pipeline.messages import HiddenStates
 from trainer.pipeline.queues import FeedQueue, HiddenStatesQueue
-from trainer.pipeline.records import batch_record, queue_record
+from trainer.pipeline.records import batch_record, profile_record, queue_record, worker_records
 from trainer.pipeline.timers import DeferredScalars, StageTimers, WorkerStats
 from trainer.pipeline.transfer import CpuSender, carve
 from trainer.pipeline.workers import Board
@@ -259,8 +260,53 @@ def test_queue_record_sums_up_per_bucket():
 
 
 def test_batch_record_is_null_where_nothing_is_known():
-    nothing = batch_record(sequences=0, padded_tokens=0, valid_tokens=0, bucket_batches=[0, 0])
-    some = batch_record(sequences=2, padded_tokens=10, valid_tokens=9, bucket_batches=[1, 1])
+    idle = SimpleNamespace(sequences=0, padded_tokens=0, valid_tokens=0, bucket_batches={})
+    busy = SimpleNamespace(sequences=2, padded_tokens=10, valid_tokens=9, bucket_batches={0: 1, 1: 1})
+    nothing = batch_record([idle, idle], buckets=2, token_budget=8)
+    some = batch_record([busy, idle], buckets=2, token_budget=8)
 
     assert (nothing["padding_ratio"], nothing["bucket_entropy"]) == (None, None)
     assert some["padding_ratio"] == 0.1
+    assert some["budget_fill_ratio"] == 0.625
+    assert some["bucket_batches"] == [1, 1]
+
+
+def timed_worker(name, device="cpu", **stages):
+    timers, stats = StageTimers(device), WorkerStats(name)
+    for stage, ms in stages.items():
+        timers._add(stage, ms)
+    return SimpleNamespace(name=name, timers=timers, stats=stats)
+
+
+def test_profile_holds_every_stage_of_every_worker_and_says_why_one_is_unknown():
+    targets = [timed_worker("target-gpu0", forward=10.0), timed_worker("target-gpu1", forward=30.0)]
+    drafters = [timed_worker("drafter-gpu2", device="cuda:2", loss=4.0)]
+
+    record = profile_record(targets, drafters)
+
+    assert record["target"]["forward_ms"] == 20.0
+    assert record["target-gpu1"]["forward_ms"] == 30.0
+    assert record["target-gpu0"]["d2h_ms"] is None
+    assert "d2h: no copy on the CPU" in record["target-gpu0"]["reason"]
+    assert record["drafter-gpu2"]["loss_ms"] == 4.0
+    assert "all_reduce: not run yet" in record["drafter-gpu2"]["reason"]
+
+
+def test_balance_compares_workers_of_one_kind_and_is_null_while_one_has_nothing():
+    targets, drafters = [timed_worker("a"), timed_worker("b")], [timed_worker("c")]
+    targets[0].stats.add(30)
+    targets[1].stats.add(10)
+
+    records = {entry["name"]: entry for entry in worker_records(targets, drafters)}
+
+    assert records["a"]["balance_ratio"] == records["b"]["balance_ratio"] == 3.0
+    assert records["c"]["balance_ratio"] is None
+    assert records["c"]["reason"] == "a worker of this kind has no tokens yet"
+
+
+def test_cleared_timers_know_nothing_of_before():
+    timers = timed_worker("a", forward=1e6).timers
+
+    timers.clear()
+
+    assert timers.take() == {}
