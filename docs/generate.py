@@ -15,10 +15,12 @@ from docs.run_file import render_run_file_page
 from docs.states import render_states_page
 from tests.support import reference
 from trainer.flags import render_reference
+from trainer.telemetry import fields
 
 FOLDER = Path(__file__).resolve().parent / "reference"
 
 PAGES: Mapping[str, Callable[[], str]] = {
+    "metrics.md": fields.render_reference,
     "run-file.md": render_run_file_page,
     "states.md": render_states_page,
     "trainer-settings.md": render_reference,

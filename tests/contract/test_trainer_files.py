@@ -10,6 +10,7 @@ import pytest
 from tests.support.tiny import tiny_target, write_tiny_corpus
 from tests.support.trainer_runs import metrics_lines, read_status, run_here, settings_for
 from trainer.lifecycle.heartbeat import PHASES, StatusFile
+from trainer.telemetry.fields import FIELDS, field_paths
 
 NUMBER = (int, float)
 OPTIONAL = (int, float, type(None))
@@ -112,6 +113,31 @@ def run(tmp_path_factory):
         StatusFile.set_phase = real
     assert code == 0
     return folder, phases
+
+
+ONLY_SOMETIMES = ("nonfinite/*", "reasons/*", "eval/*", "gpu/*", "cuda/*")
+"""What a line of a short run on a machine without a GPU need not have."""
+
+
+def test_every_documented_metric_is_written_and_nothing_else(run):
+    folder, _ = run
+
+    seen = {path for line in metrics_lines(folder / "attempt") for path in field_paths(line)}
+
+    documented = {field.path for field in FIELDS}
+    assert seen - documented == set(), "describe it in trainer/telemetry/fields.py"
+    missing = {
+        path for path in documented - seen if not path.startswith(tuple(p[:-1] for p in ONLY_SOMETIMES))
+    }
+    assert missing == set(), "documented, but no line has it"
+
+
+def test_an_empty_group_says_why(run):
+    folder, _ = run
+
+    for line in metrics_lines(folder / "attempt"):
+        for group in ("gpu", "cuda"):
+            assert line[group] or line["reasons"][group]
 
 
 def test_checker_finds_what_is_missing_or_of_another_type():

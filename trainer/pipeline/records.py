@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from trainer.pipeline.queues import QueueSnapshot
-from trainer.pipeline.timers import StageTimers, WorkerStats, cuda_memory
+from trainer.pipeline.timers import StageTimers, WorkerStats, cuda_memory, find_uuid
 from trainer.telemetry.metrics import DRAFTER_STAGES, TARGET_STAGES, bucket_entropy
+from trainer.telemetry.nvml import name_devices
 from trainer.telemetry.reporter import Sources
 
 NOT_ON_CPU = ("d2h", "h2d")
@@ -70,7 +71,15 @@ def connect_sources(
     sources.cuda = lambda: cuda_memory(devices)
     sources.batch = lambda: batch_record(targets, buckets=len(edges), token_budget=token_budget)
     if all(device == "cpu" for device in devices):
-        sources.reasons["cuda"] = "all workers run on the CPU"
+        sources.reasons["cuda"] = lambda: "all workers run on the CPU"
+    read_gpus, index_of = sources.gpu, _cuda_indices(devices)
+    sources.gpu = lambda: name_devices(read_gpus(), index_of)
+
+
+def _cuda_indices(devices: Sequence[str]) -> dict[str, int]:
+    """Return torch's index by uuid of the CUDA devices in use."""
+    found = {find_uuid(device): int(device.rpartition(":")[2]) for device in devices if device != "cpu"}
+    return {uuid: index for uuid, index in found.items() if uuid is not None}
 
 
 def queue_record(feed: int, snapshot: QueueSnapshot, edges: Sequence[int]) -> Mapping[str, Any]:

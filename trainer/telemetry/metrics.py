@@ -48,7 +48,8 @@ def build_line(
     gpu: Sequence[Mapping[str, Any]],
     cuda: Sequence[Mapping[str, Any]],
     batch: Mapping[str, Any],
-    reasons: Mapping[str, str] | None = None,
+    reasons: Mapping[str, str],
+    telemetry: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Assemble one line in the order of the contract; `reasons` says of an empty group why it is."""
     line: dict[str, Any] = {
@@ -63,8 +64,10 @@ def build_line(
         "batch": {**batch, **report.batch},
         "gpu": [dict(entry) for entry in gpu],
         "cuda": [dict(entry) for entry in cuda],
+        "telemetry": dict(telemetry),
+        "reasons": {},
     }
-    line["reasons"] = {group: text for group, text in (reasons or {}).items() if text and not line.get(group)}
+    line["reasons"] = {group: text for group, text in reasons.items() if text and not line.get(group)}
     if report.evaluation is not None:
         line["eval"] = dict(report.evaluation)
     return line

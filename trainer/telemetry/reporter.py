@@ -41,8 +41,8 @@ class Sources:
     cuda: Callable[[], Sequence[Mapping[str, Any]]] = _no_records
     batch: Callable[[], Mapping[str, Any]] = _no_mapping
     tokens: Callable[[], int] = field(default=lambda: 0)
-    reasons: dict[str, str] = field(default_factory=dict)
-    """why a group has no entries at all"""
+    reasons: dict[str, Callable[[], str]] = field(default_factory=dict)
+    """by group: why it has no entries at all"""
 
 
 class Reporter:
@@ -51,6 +51,7 @@ class Reporter:
     Args:
         profile_interval_s: a line is also written when so much time passed since the last one.
         tick: called every `tick_interval_s` (writes the status file).
+        monotonic: the clock that lines and ticks go by.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class Reporter:
         profile_interval_s: float,
         tick: Callable[[], None],
         tick_interval_s: float,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._monotonic = monotonic
         self._sinks = list(sinks)
         self.sources = sources
         self._profile_interval_s = profile_interval_s
@@ -70,10 +73,10 @@ class Reporter:
         self._reports: queue.Queue[IntervalReport | None] = queue.Queue(maxsize=1024)
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         self._last: IntervalReport | None = None
-        self._last_line_s = time.monotonic()
+        self._last_line_s = monotonic()
         self._last_tick_s = float("-inf")
         self._clock_tokens = 0
-        self._clock_s = time.monotonic()
+        self._clock_s = monotonic()
         self.dropped = 0
 
     def start(self) -> None:
@@ -86,7 +89,7 @@ class Reporter:
         Tokens of before a resume count from here: they are not this process's throughput.
         """
         self._last = report
-        self._clock_tokens, self._clock_s = report.tokens, time.monotonic()
+        self._clock_tokens, self._clock_s = report.tokens, self._monotonic()
 
     def submit(self, report: IntervalReport) -> None:
         """Hand a report over; dropped and counted when the thread is far behind."""
@@ -103,30 +106,49 @@ class Reporter:
         for sink in self._sinks:
             sink.close()
 
+    def turn(self, *, wait_s: float) -> bool:
+        """Write what was submitted, or the line that is due by the clock; False after `close`.
+
+        Args:
+            wait_s: longest wait for a report.
+        """
+        try:
+            report = self._reports.get(timeout=wait_s)
+            if report is None:
+                return False
+            if report.evaluation is not None and self._last is not None:
+                report = replace(report, train={**self._last.train, **report.train})
+            self._emit(report, is_progress=report.evaluation is None)
+        except queue.Empty:
+            self._guarded_line_by_clock()
+        except Exception:  # noqa: BLE001 - the thread boundary: telemetry must not end training
+            _LOG.exception("a metrics line was lost")
+        self._tick_if_due()
+        return True
+
     def _run(self) -> None:
-        while True:
-            try:
-                report = self._reports.get(timeout=POLL_S)
-                if report is None:
-                    return
-                if report.evaluation is not None and self._last is not None:
-                    report = replace(report, train={**self._last.train, **report.train})
-                self._emit(report, is_progress=report.evaluation is None)
-            except queue.Empty:
-                self._emit_by_clock()
-            except Exception:  # noqa: BLE001 - the thread boundary: telemetry must not end training
-                _LOG.exception("a metrics line was lost")
-            self._tick_if_due()
+        while self.turn(wait_s=POLL_S):
+            pass
+
+    def _guarded_line_by_clock(self) -> None:
+        try:
+            self._emit_by_clock()
+        except Exception:  # noqa: BLE001 - as in `turn`
+            _LOG.exception("a metrics line was lost")
+
+    def _own_record(self) -> Mapping[str, Any]:
+        lost = {sink.counter: sink.lost for sink in self._sinks}
+        return {"reports_dropped": self.dropped, "jsonl_lost": None, "wandb_dropped": None, **lost}
 
     def _tick_if_due(self) -> None:
-        now_s = time.monotonic()
+        now_s = self._monotonic()
         if now_s - self._last_tick_s >= self._tick_interval_s:
             self._last_tick_s = now_s
             self._tick()
 
     def _emit_by_clock(self) -> None:
         """Write a line although no interval ended: throughput by the clock, the rest as last known."""
-        now_s = time.monotonic()
+        now_s = self._monotonic()
         if now_s - self._last_line_s < self._profile_interval_s or self._last is None:
             return
         tokens = self.sources.tokens()
@@ -141,7 +163,7 @@ class Reporter:
         )
 
     def _emit(self, report: IntervalReport, *, is_progress: bool) -> None:
-        self._last, self._last_line_s = report, time.monotonic()
+        self._last, self._last_line_s = report, self._monotonic()
         line = build_line(
             t=time.time(),
             report=report,
@@ -151,7 +173,8 @@ class Reporter:
             gpu=self.sources.gpu(),
             cuda=self.sources.cuda(),
             batch=self.sources.batch(),
-            reasons=self.sources.reasons,
+            reasons={group: reason() for group, reason in self.sources.reasons.items()},
+            telemetry=self._own_record(),
         )
         if is_progress:
             _LOG.info("%s", progress_text(line))

@@ -59,7 +59,7 @@ class Telemetry:
             )
         return Reporter(
             sinks,
-            Sources(gpu=self._nvml.read),
+            Sources(gpu=self._nvml.read, reasons={"gpu": lambda: self._nvml.reason}),
             profile_interval_s=config.telemetry.profile_interval_s,
             tick=tick,
             tick_interval_s=config.telemetry.status_interval_s,

@@ -23,6 +23,11 @@ _LOG = logging.getLogger(__name__)
 class Sink(Protocol):
     """Takes finished lines."""
 
+    counter: str
+    """name of its field in the `telemetry` part of a line"""
+    lost: int
+    """lines that it could not take"""
+
     def write(self, line: Mapping[str, Any]) -> None:
         """Take one line; never raises and never waits long."""
 
@@ -32,6 +37,8 @@ class Sink(Protocol):
 
 class JsonlSink:
     """Appends to `metrics.ndjson`; above `max_bytes` the file moves to `metrics.ndjson.1` (one kept)."""
+
+    counter = "jsonl_lost"
 
     def __init__(self, run_dir: Path, *, max_bytes: int) -> None:
         self.path = run_dir / "metrics.ndjson"
@@ -64,8 +71,10 @@ class WandbSink:
     Args:
         mode: `online` or `offline`; online falls back to offline when the service does not answer in time.
         run_id: fixed id, so that a resumed run continues the same W&B run.
-        on_trouble: told when W&B is not in the mode that was asked for.
+        on_trouble: told when W&B is not in the mode that was asked for, or loses lines.
     """
+
+    counter = "wandb_dropped"
 
     def __init__(
         self,
@@ -83,7 +92,7 @@ class WandbSink:
         self._settings = (run_dir, mode, project, run_id, dict(config), init_timeout_s)
         self._finish_timeout_s = finish_timeout_s
         self._lines: queue.Queue[Mapping[str, Any] | None] = queue.Queue(maxsize=256)
-        self.dropped = 0
+        self.lost = 0
         self.state = f"starting {mode}"
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
@@ -101,6 +110,8 @@ class WandbSink:
                 "W&B did not finish in %.0f s; its local files stay, `wandb sync` uploads them",
                 self._finish_timeout_s,
             )
+        elif self.lost:
+            _LOG.warning("W&B lacks %d lines of this run (metrics.ndjson has them all)", self.lost)
 
     def _put(self, line: Mapping[str, Any] | None) -> None:
         while True:
@@ -116,9 +127,10 @@ class WandbSink:
             self._lines.get_nowait()
         except queue.Empty:
             return
-        self.dropped += 1
-        if self.dropped == 1:
+        self.lost += 1
+        if self.lost == 1:
             _LOG.warning("W&B is too slow, metrics lines for it are dropped (metrics.ndjson has them all)")
+            self._on_trouble("too slow, lines are dropped")
 
     def _work(self) -> None:
         try:
@@ -167,4 +179,4 @@ class WandbSink:
 
     def _discard_rest(self) -> None:
         while self._lines.get() is not None:
-            self.dropped += 1
+            self.lost += 1

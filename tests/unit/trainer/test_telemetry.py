@@ -9,6 +9,7 @@ import types
 import pytest
 
 from trainer.errors import DependencyError
+from trainer.flags import resolve
 from trainer.telemetry import capabilities
 from trainer.telemetry.capabilities import Capability
 from trainer.telemetry.metrics import (
@@ -19,7 +20,7 @@ from trainer.telemetry.metrics import (
     flatten,
     render_line,
 )
-from trainer.telemetry.nvml import NvmlReader
+from trainer.telemetry.nvml import NvmlReader, name_devices
 from trainer.telemetry.reporter import Reporter, Sources, progress_text
 from trainer.telemetry.sink import JsonlSink, WandbSink
 
@@ -34,6 +35,8 @@ def make_line(**train):
         gpu=[{"index": 4, "power_w": 90.0, "reason": None}],
         cuda=[],
         batch={},
+        reasons={"cuda": "no device", "gpu": "must not be shown, there is one"},
+        telemetry={},
     )
 
 
@@ -53,6 +56,7 @@ def test_wandb_keys_are_the_paths_of_the_line():
 
     assert flat["train/loss"] == 2.0
     assert flat["train/skipped"] == 0
+    assert make_line()["reasons"] == {"cuda": "no device"}
     assert flat["workers/target-cpu/tokens"] == 7
     assert flat["gpu/4/power_w"] == 90.0
     assert flat["queue/buckets/0/depth"] == 2
@@ -99,19 +103,26 @@ class FakeNvml(types.ModuleType):
     def __getattr__(self, name):
         if not name.startswith("nvml"):
             raise AttributeError(name)
+        if name == "nvmlMemory_v2":
+            return self._version(name)
         if name in self.broken:
             return self._raise(self.broken[name])
         values = {
             "nvmlDeviceGetCount": 2,
             "nvmlDeviceGetUUID": "GPU-1",
             "nvmlDeviceGetUtilizationRates": types.SimpleNamespace(gpu=98),
-            "nvmlDeviceGetMemoryInfo": types.SimpleNamespace(used=7, total=9),
+            "nvmlDeviceGetMemoryInfo": types.SimpleNamespace(used=7, total=9, reserved=1),
             "nvmlDeviceGetPowerUsage": 590_000,
             "nvmlDeviceGetTemperature": 61,
             "nvmlDeviceGetClockInfo": 1900,
-            "nvmlDeviceGetCurrentClocksThrottleReasons": 0,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": 0x44,
         }
-        return lambda *_: values.get(name)
+        return lambda *_, **_versions: values.get(name)
+
+    def _version(self, name):
+        if name in self.broken:
+            raise AttributeError(name)
+        return 2
 
     @staticmethod
     def _raise(text):
@@ -129,7 +140,78 @@ def test_nvml_readings_have_units_and_no_reason_when_complete(monkeypatch):
     assert len(records) == 2
     assert records[1]["index"] == 1
     assert (records[0]["util_ratio"], records[0]["power_w"], records[0]["temp_c"]) == (0.98, 590.0, 61)
+    assert (records[0]["mem_used_bytes"], records[0]["mem_reserved_bytes"]) == (7, 1)
+    assert records[0]["throttle"] == "sw_power_cap|hw_thermal"
     assert records[0]["reason"] is None
+
+
+def test_nvml_memory_of_an_old_driver_is_told_apart(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(nvmlMemory_v2=""))
+
+    record = NvmlReader().read()[0]
+
+    assert (record["mem_used_bytes"], record["mem_reserved_bytes"]) == (7, None)
+    assert "used includes the driver's reserve" in record["reason"]
+
+
+class HangingNvml(FakeNvml):
+    """Answers until `hang` is set, then hangs in `hangs_in` until `release`."""
+
+    def __init__(self, hangs_in):
+        super().__init__()
+        self.hangs_in, self.hang, self.release = hangs_in, threading.Event(), threading.Event()
+
+    def __getattr__(self, name):
+        call = super().__getattr__(name)
+        if name != self.hangs_in:
+            return call
+
+        def guarded(*words, **options):
+            if self.hang.is_set():
+                self.release.wait(60)
+            return call(*words, **options)
+
+        return guarded
+
+
+def test_hanging_nvml_costs_its_fields_once_and_comes_back(monkeypatch):
+    fake = HangingNvml("nvmlDeviceGetPowerUsage")
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    reader = NvmlReader(read_deadline_s=0.05)
+    while reader.read()[0]["power_w"] is None:
+        pass
+
+    fake.hang.set()
+    hung = reader.read()
+    again = reader.read()
+    fake.release.set()
+    while (back := reader.read())[0]["power_w"] is None:
+        time.sleep(0.01)
+
+    assert [record["uuid"] for record in hung] == ["GPU-1", "GPU-1"]
+    assert (hung[0]["temp_c"], again[0]["temp_c"]) == (None, None)
+    assert "NVML has not answered for" in hung[0]["reason"]
+    assert back[0]["reason"] is None
+
+
+def test_driver_that_hangs_at_start_is_a_reason(monkeypatch):
+    fake = HangingNvml("nvmlInit")
+    fake.hang.set()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+
+    reader = NvmlReader(start_deadline_s=0.05)
+
+    assert reader.read() == []
+    assert "the driver hangs" in reader.reason
+    fake.release.set()
+
+
+def test_cards_are_matched_to_torch_devices_by_uuid_not_by_number():
+    readings = [{"index": 0, "uuid": "GPU-a"}, {"index": 1, "uuid": "GPU-b"}]
+
+    named = name_devices(readings, {"GPU-b": 0})
+
+    assert [record["cuda_index"] for record in named] == [None, 0]
 
 
 def test_unsupported_nvml_field_is_null_with_a_reason_and_the_others_stay(monkeypatch):
@@ -194,6 +276,7 @@ class FakeWandb(types.ModuleType):
 
 
 TROUBLE: list[str] = []
+PATHS = {"target-model": "model", "data-dir": "data", "output-dir": "out"}
 
 
 def make_wandb(tmp_path, mode="online", finish_timeout_s=20.0):
@@ -258,12 +341,15 @@ def test_slow_wandb_drops_lines_and_ends_in_bounded_time(monkeypatch, tmp_path, 
     sink.close()
     hold.set()
 
-    assert sink.dropped >= 300
+    assert sink.lost >= 300
+    assert TROUBLE[-1] == "too slow, lines are dropped"
     assert caplog.text.count("W&B is too slow") == 1
     assert "W&B did not finish" in caplog.text
 
 
 class ListSink:
+    counter, lost = "jsonl_lost", 0
+
     def __init__(self, *, fails=False):
         self.lines, self.fails, self.arrived = [], fails, threading.Event()
 
@@ -327,6 +413,49 @@ def test_reporter_writes_by_the_clock_with_throughput_of_that_time():
     assert sink.lines[0]["train"]["tok_s"] == 50.0
     assert sink.lines[1]["train"] == {"loss": 1.0, "tok_s": 0.0}
     assert sink.lines[1]["step"] == 4
+
+
+def test_profile_lines_come_when_their_interval_has_passed_and_not_before():
+    now_s = [100.0]
+    sink = ListSink()
+    reporter = Reporter(
+        [sink],
+        Sources(tokens=lambda: 600),
+        profile_interval_s=60.0,
+        tick=lambda: None,
+        tick_interval_s=1e9,
+        monotonic=lambda: now_s[0],
+    )
+    reporter.prime(IntervalReport(step=0, tokens=0, train=empty_train(9)))
+    counts = []
+    for seconds in (59.0, 1.0, 59.0, 1.0):
+        now_s[0] += seconds
+        reporter.turn(wait_s=0.001)
+        counts.append(len(sink.lines))
+
+    assert counts == [0, 1, 1, 2]
+    assert [line["train"]["tok_s"] for line in sink.lines] == [10.0, 0.0]
+
+
+def test_profile_interval_comes_from_its_variable(tmp_path):
+    for name in ("model", "data", "out"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    flags = {f"--{flag}": str(tmp_path / name) for flag, name in PATHS.items()}
+
+    resolved = resolve(flags, environ={"DFLASH_PROFILE_INTERVAL": "7.5"})
+
+    assert resolved.config.telemetry.profile_interval_s == 7.5
+
+
+def test_what_telemetry_lost_stands_in_every_line():
+    sink = ListSink()
+    reporter = make_reporter(sink)
+    sink.lost, reporter.dropped = 3, 2
+    reporter.submit(IntervalReport(step=4, tokens=9, train={}))
+    reporter.turn(wait_s=1.0)
+
+    assert sink.lines[0]["telemetry"] == {"reports_dropped": 2, "jsonl_lost": 3, "wandb_dropped": None}
 
 
 def test_lines_by_the_clock_before_the_first_step_know_nothing_and_say_so():
