@@ -1,39 +1,58 @@
-"""W&B for real, without a service: online falls back to offline, training is not harmed, nothing is lost."""
+"""W&B for real, without the service: what an offline run holds, and a service that is down, slow or rejects."""
 
+import contextlib
+import http.server
 import json
+import os
+import re
+import socket
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
 from tests.support.tiny import tiny_target, write_tiny_corpus
-from tests.support.trainer_runs import launch, read_status, settings_for
+from tests.support.trainer_runs import REPOSITORY, launch, metrics_lines, read_status, settings_for
+from trainer.telemetry.fields import FIELDS
+from trainer.telemetry.sink import WandbSink
 
 pytest.importorskip("wandb")
 
+KEY = "a" * 40
+GPU = {
+    "uuid": "GPU-1",
+    "name": "A card",
+    "util": 90,
+    "used": 7,
+    "total": 9,
+    "power_mw": 500_000,
+    "temp": 50,
+    "clock": 1900,
+}
+NOT_ON_A_CPU = {
+    "profile/*/d2h_ms",
+    "profile/*/h2d_ms",
+    "profile/*/all_reduce_ms",
+    "gpu/*/cuda_index",
+    *(field.path for field in FIELDS if field.group == "cuda"),
+}
+"""Null or absent in a run on the CPU; `test_an_offline_run_takes_the_fields_of_gpus` has them."""
 
-def test_unreachable_service_means_offline_files_with_every_line(tmp_path):
-    target, data = tiny_target(tmp_path), write_tiny_corpus(tmp_path / "data")
-    settings = settings_for(
-        target, data, tmp_path / "out", wandb__mode="online", wandb__init_timeout_s=3.0, wandb__project="p"
-    )
-    run_dir = tmp_path / "run"
-    environ = {
-        "DFLASH_RUN_DIR": str(run_dir),
-        "WANDB_BASE_URL": "http://127.0.0.1:9",
-        "WANDB_API_KEY": "a" * 40,
-        "WANDB_CONFIG_DIR": str(tmp_path / "config"),
-        "WANDB_CACHE_DIR": str(tmp_path / "cache"),
+
+def private_environ(folder: Path) -> dict[str, str]:
+    """What keeps W&B away from the home folder and from a real key."""
+    return {
+        "WANDB_API_KEY": KEY,
+        "WANDB_CONFIG_DIR": str(folder / "config"),
+        "WANDB_CACHE_DIR": str(folder / "cache"),
+        "WANDB_DATA_DIR": str(folder / "data-dir"),
     }
 
-    process = launch(settings, tmp_path / "log", **environ)
 
-    assert process.wait(120) == 0, (tmp_path / "log").read_text()
-    log = (tmp_path / "log").read_text()
-    assert "W&B ONLINE FAILED" in log
-    assert "a" * 40 not in log
-    assert read_status(run_dir)["degraded"]["wandb"] == "offline (online failed)"
-    file = next(run_dir.glob("wandb/offline-run-*/run-*.wandb"))
+def history(file: Path) -> list[dict]:
+    """The lines that a run file of W&B holds."""
     inspected = subprocess.run(
         [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)],
         capture_output=True,
@@ -42,6 +61,156 @@ def test_unreachable_service_means_offline_files_with_every_line(tmp_path):
         check=True,
     )
     records = [json.loads(line) for line in inspected.stdout.splitlines() if line.startswith("{")]
-    steps = [record["history"]["item"]["step"] for record in records if record["type"] == "history"]
-    assert steps[-1] == 18
-    assert any("train/loss" in record["history"]["item"] for record in records if record["type"] == "history")
+    return [record["history"]["item"] for record in records if record["type"] == "history"]
+
+
+def missing_fields(keys: set[str], *, without: set[str] = frozenset()) -> list[str]:
+    """The documented numbers that no key stands for."""
+    numbers = [
+        field.path
+        for field in FIELDS
+        if field.unit != "text" and field.group != "eval" and field.path not in without
+    ]
+    shapes = {path: re.compile(re.escape(path).replace(r"\*", "[^/]+")) for path in numbers}
+    return [path for path, shape in shapes.items() if not any(shape.fullmatch(key) for key in keys)]
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory):
+    """A run of 8 steps, and its resumed rest; returns the folder of each attempt."""
+    folder = tmp_path_factory.mktemp("offline")
+    target, data = tiny_target(folder), write_tiny_corpus(folder / "data")
+    (folder / "scene.json").write_text(json.dumps({"gpus": [GPU]}))
+    fake = REPOSITORY / "tests" / "support" / "fake_nvml"
+    environ = private_environ(folder) | {
+        "FAKE_NVML": str(folder / "scene.json"),
+        "PYTHONPATH": os.pathsep.join([str(fake), str(REPOSITORY)]),
+    }
+    attempts = []
+    for place, changes in enumerate(({"optim__max_steps": 8}, {})):
+        settings = settings_for(target, data, folder / "out", wandb__mode="offline", **changes)
+        attempts.append(folder / f"attempt-{place}")
+        log = folder / f"log-{place}"
+        process = launch(settings, log, DFLASH_RUN_DIR=str(attempts[-1]), **environ)
+        assert process.wait(120) == 0, log.read_text()
+    return attempts
+
+
+def run_file(attempt: Path) -> Path:
+    return next(attempt.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+def test_an_offline_run_read_back_holds_every_group_and_field(offline):
+    keys = {key for line in history(run_file(offline[1])) for key in line}
+
+    assert missing_fields(keys, without=NOT_ON_A_CPU) == []
+
+
+def test_what_the_check_looks_for_can_be_missing():
+    assert "train/loss" in missing_fields({"train/eal"})
+
+
+def test_an_offline_run_has_the_values_of_the_metrics_file(offline):
+    kept = {line["step"]: line for line in history(run_file(offline[1])) if "step" in line}
+    written = {line["step"]: line for line in metrics_lines(offline[1])}
+
+    assert sorted(kept) == sorted(written)
+    for step, line in written.items():
+        assert kept[step]["train/loss"] == pytest.approx(line["train"]["loss"])
+        assert kept[step]["gpu/0/power_w"] == 500.0
+
+
+def test_a_resumed_run_keeps_its_id(offline):
+    first, second = (run_file(attempt) for attempt in offline)
+
+    assert first.name == second.name
+    assert min(line["step"] for line in history(second)) > 8
+
+
+def test_an_offline_run_takes_the_fields_of_gpus(tmp_path, monkeypatch, offline):
+    for name, value in private_environ(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    line = metrics_lines(offline[1])[-1]
+    for stage in ("d2h", "h2d", "all_reduce"):
+        line["profile"]["drafter"][f"{stage}_ms"] = 1.5
+    line["gpu"][0]["cuda_index"] = 0
+    line["cuda"] = [{field.path.rpartition("/")[2]: 1 for field in FIELDS if field.group == "cuda"}]
+    sink = WandbSink(
+        run_dir=tmp_path,
+        mode="offline",
+        project="p",
+        run_id="abc",
+        config={},
+        init_timeout_s=15.0,
+        finish_timeout_s=60.0,
+        on_trouble=pytest.fail,
+    )
+    sink.write(line)
+    sink.close()
+
+    assert missing_fields({key for entry in history(run_file(tmp_path)) for key in entry}) == []
+
+
+class Rejecting(http.server.BaseHTTPRequestHandler):
+    """Refuses every request as a service does that does not know the key."""
+
+    def answer(self):
+        body = b'{"errors": [{"message": "invalid API key"}]}'
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(401)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST = do_HEAD = answer
+
+    def log_message(self, *words):
+        pass
+
+
+@contextlib.contextmanager
+def service(kind: str):
+    """A W&B service on loopback that is `down`, `slow` (takes calls, never answers) or `rejecting`."""
+    if kind == "rejecting":
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Rejecting)
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+        return
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if kind == "slow":
+            listener.listen(64)
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("kind", ["down", "slow", "rejecting"])
+def test_m2_a_service_in_trouble_means_offline_files_with_every_line(tmp_path, kind):
+    target, data = tiny_target(tmp_path), write_tiny_corpus(tmp_path / "data")
+    settings = settings_for(
+        target,
+        data,
+        tmp_path / "out",
+        wandb__mode="online",
+        wandb__init_timeout_s=3.0,
+        wandb__finish_timeout_s=30.0,
+        wandb__project="p",
+    )
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+
+    with service(kind) as port:
+        environ = private_environ(tmp_path) | {"WANDB_BASE_URL": f"http://127.0.0.1:{port}"}
+        process = launch(settings, log, DFLASH_RUN_DIR=str(run_dir), **environ)
+        assert process.wait(120) == 0, log.read_text()
+
+    text = log.read_text()
+    assert "W&B ONLINE FAILED" in text
+    assert KEY not in text
+    assert read_status(run_dir)["degraded"]["wandb"] == "offline (online failed)"
+    assert {line["step"] for line in history(run_file(run_dir))} == {
+        line["step"] for line in metrics_lines(run_dir)
+    }

@@ -13,6 +13,7 @@ from pathlib import Path
 
 NVML_TEMPERATURE_GPU = 0
 NVML_CLOCK_SM = 1
+NVML_CLOCK_MEM = 2
 nvmlMemory_v2 = 0x02000028
 
 
@@ -81,7 +82,8 @@ def nvmlDeviceGetMemoryInfo(handle, version=None):
     if version is not None and _scene().get("old_driver"):
         raise NVMLError(13)
     reserve = 0 if version is not None else _scene().get("reserved", 0)
-    return _Record(used=_value(handle, "used") + reserve, total=_value(handle, "total"), free=0)
+    fields = {"used": _value(handle, "used") + reserve, "total": _value(handle, "total"), "free": 0}
+    return _Record(**fields) if version is None else _Record(**fields, reserved=_scene().get("reserved", 0))
 
 
 def nvmlDeviceGetPowerUsage(handle):
@@ -94,6 +96,10 @@ def nvmlDeviceGetTemperature(handle, sensor):
 
 def nvmlDeviceGetClockInfo(handle, clock):
     return _value(handle, "clock")
+
+
+def nvmlDeviceGetCurrentClocksThrottleReasons(handle):
+    return _scene()["gpus"][handle].get("throttle", 0)
 
 
 def nvmlDeviceGetComputeRunningProcesses(handle):
