@@ -98,6 +98,9 @@ _PROFILE = (
         for stage in dict.fromkeys((*TARGET_STAGES, *DRAFTER_STAGES))
     ),
     Field("profile/*/reason", "text", "now", "why a stage is null"),
+    Field("profile/*/copy_ms", "ms", "now", "`checkpoint`: copying the state of the latest save"),
+    Field("profile/*/write_ms", "ms", "now", "`checkpoint`: writing it, in the background"),
+    Field("profile/*/failed", "times", "process", "`checkpoint`: saves that failed"),
 )
 
 _WORKERS = (
