@@ -1,4 +1,4 @@
-"""W&B for real, without the service: what an offline run holds, and a service that is down, slow or rejects."""
+"""W&B for real, without the service: what an offline run holds; a service down, slow or rejecting."""
 
 import contextlib
 import http.server
@@ -163,7 +163,7 @@ class Rejecting(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    do_GET = do_POST = do_HEAD = answer
+    do_GET = do_POST = do_HEAD = answer  # noqa: N815 - the names that the server calls
 
     def log_message(self, *words):
         pass
