@@ -143,7 +143,8 @@ def _build_drafter(config: TrainConfig, target: Target) -> Drafter:
     device = config.devices.drafters()[0]
     shape = drafter_config(target.info, config.drafter, target_layer_ids=config.target.target_layer_ids)
     dtype = pick_dtype(config.devices.drafter_dtype, device)
-    drafter = build_drafter(shape, seed=config.optim.seed, dtype=dtype).to(device)
+    split_fc = config.drafter.split_fc_layers
+    drafter = build_drafter(shape, seed=config.optim.seed, dtype=dtype, split_fc=split_fc).to(device)
     _LOG.info(
         "drafter: %d layers, block %d, target layers %s, %s parameters, %s on %s",
         shape.num_hidden_layers,

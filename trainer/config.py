@@ -143,7 +143,12 @@ class DrafterSection(Section):
     sliding_window: int = setting(
         0, "window of the sliding layers in tokens; 0 = all layers see everything", ge=0
     )
-    split_fc_layers: bool = setting(False, "evaluate fc layer by layer (not available yet)")
+    sliding_layers: tuple[int, ...] = setting(
+        (), "which layers slide, 0-based; empty = all but the last, where sliding_window is set"
+    )
+    split_fc_layers: bool = setting(
+        False, "evaluate fc as a sum over the captured layers; weights and exports stay the same"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +192,14 @@ class OptimConfig(Section):
     max_steps: int = setting(0, "stop after this many optimizer steps; 0 = as many as the epochs hold", ge=0)
     lr: float = setting(6e-4, "peak learning rate", gt=0)
     warmup_ratio: float = setting(0.04, "share of the steps with rising learning rate", ge=0, le=1)
-    schedule: str = setting("cosine", "shape after warm-up", choices=("cosine", "constant"))
+    schedule: str = setting(
+        "cosine",
+        "shape after warm-up; wsd = constant, then linear to 0",
+        choices=("cosine", "constant", "wsd"),
+    )
+    decay_ratio: float = setting(
+        0.2, "share of the steps with falling learning rate at the end, for schedule wsd", ge=0, le=1
+    )
     weight_decay: float = setting(0.01, "decoupled weight decay; never on norm weights", ge=0)
     beta1: float = setting(0.9, "AdamW first moment", ge=0, le=0.999999)
     beta2: float = setting(0.999, "AdamW second moment", ge=0, le=0.999999)
@@ -393,9 +405,31 @@ def _check_data(config: TrainConfig) -> None:
         )
 
 
+def _check_drafter(config: TrainConfig) -> None:
+    drafter = config.drafter
+    sliding = drafter.sliding_layers
+    if sliding and not drafter.sliding_window:
+        raise ConfigError(
+            f"drafter.sliding_layers needs drafter.sliding_window: {list(sliding)} and no window; "
+            "set the window (2048 in published drafters) or leave the layers away"
+        )
+    if any(layer >= drafter.num_layers or layer < 0 for layer in sliding) or len(set(sliding)) < len(sliding):
+        raise ConfigError(
+            f"drafter.sliding_layers must be different and within 0..{drafter.num_layers - 1}: "
+            f"{list(sliding)}"
+        )
+
+
+def _check_schedule(config: TrainConfig) -> None:
+    optim = config.optim
+    if optim.schedule == "wsd" and optim.warmup_ratio + optim.decay_ratio > 1:
+        raise ConfigError(
+            f"--warmup-ratio and optim.decay_ratio must not exceed 1 together: {optim.warmup_ratio} + "
+            f"{optim.decay_ratio}; lower one of them"
+        )
+
+
 def _check_unavailable(config: TrainConfig) -> None:
-    if config.drafter.split_fc_layers:
-        raise ConfigError("split fc is not available in this version: DFLASH_SPLIT_FC_LAYERS=1; set it to 0")
     cpu_drafter = "cpu" in config.devices.drafters()
     if config.loss.attention == "flex" and cpu_drafter:
         raise ConfigError("--attention flex has no backward pass on the CPU: take sdpa, dense or auto")
@@ -420,6 +454,8 @@ def _check_runs(config: TrainConfig) -> None:
 _COMBINATIONS: tuple[Callable[[TrainConfig], None], ...] = (
     _check_devices,
     _check_data,
+    _check_drafter,
+    _check_schedule,
     _check_unavailable,
     _check_paths,
     _check_runs,

@@ -54,10 +54,12 @@ def drafter_config(**overrides: Any) -> DrafterConfig:
     return DrafterConfig(**fields)
 
 
-def make_drafter(seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Drafter:
+def make_drafter(
+    seed: int = 0, dtype: torch.dtype = torch.float32, *, split_fc: bool = False, **overrides: Any
+) -> Drafter:
     """A random drafter; weights larger than at the start of training, so that every path matters."""
     overrides.setdefault("initializer_range", 0.15)
-    return build_drafter(drafter_config(**overrides), seed=seed, dtype=dtype)
+    return build_drafter(drafter_config(**overrides), seed=seed, dtype=dtype, split_fc=split_fc)
 
 
 def make_ends(seed: int = 1, **overrides: Any) -> FrozenEnds:

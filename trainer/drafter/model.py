@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
 from trainer.drafter.attention import attend
 from trainer.drafter.cache import DraftCache
@@ -245,11 +245,16 @@ class DrafterLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """Predicts whole blocks from the target's hidden states; its state dict is the exported checkpoint."""
+    """Predicts whole blocks from the target's hidden states; its state dict is the exported checkpoint.
 
-    def __init__(self, config: DrafterConfig) -> None:
+    Args:
+        split_fc: fuse the captured layers one by one, see `fuse`; weights and their names stay the same.
+    """
+
+    def __init__(self, config: DrafterConfig, *, split_fc: bool = False) -> None:
         super().__init__()
         self.config = config
+        self.split_fc = split_fc
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(config, kind) for kind in config.layer_types)
@@ -298,9 +303,26 @@ class Drafter(nn.Module):
         return out
 
     def fuse(self, features_BTF: Tensor) -> Tensor:
-        """Fuse the captured layers into the context; the same tensor serves every layer, unchanged."""
-        out: Tensor = self.hidden_norm(self.fc(features_BTF.to(self.dtype)))
+        """Fuse the captured layers into the context; the same tensor serves every layer, unchanged.
+
+        With `split_fc` the product is a sum over the captured layers, each with its columns of the weight:
+        equal but for the order of summation.
+        """
+        features_BTF = features_BTF.to(self.dtype)
+        fused_BTD = self._fc_by_layer(features_BTF) if self.split_fc else self.fc(features_BTF)
+        out: Tensor = self.hidden_norm(fused_BTD)
         return out
+
+    def _fc_by_layer(self, features_BTF: Tensor) -> Tensor:
+        width = self.config.hidden_size
+        # one split of the weight: its backward joins the layers' gradients instead of adding up whole ones
+        first, *rest = zip(
+            features_BTF.flatten(0, -2).split(width, dim=-1), self.fc.weight.split(width, dim=1), strict=True
+        )
+        fused = linear(*first)
+        for features, weight in rest:
+            fused = torch.addmm(fused, features, weight.T)
+        return fused.view(*features_BTF.shape[:-1], width)
 
     @torch.no_grad()
     def draft(
@@ -351,14 +373,14 @@ class Drafter(nn.Module):
         return DenseMask((distance >= 0) & (distance < window))
 
 
-def build_drafter(config: DrafterConfig, *, seed: int, dtype: torch.dtype) -> Drafter:
+def build_drafter(config: DrafterConfig, *, seed: int, dtype: torch.dtype, split_fc: bool = False) -> Drafter:
     """Create a drafter with random weights on the CPU: normal(0, initializer_range), norms 1, biases 0.
 
     The draw depends on `seed` alone (own generator, fixed order, fp32 before rounding), so all replicas
     agree.
     """
     with torch.device("meta"):
-        drafter = Drafter(config)
+        drafter = Drafter(config, split_fc=split_fc)
     drafter = drafter.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

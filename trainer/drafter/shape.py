@@ -57,7 +57,8 @@ def drafter_config(
 ) -> DrafterConfig:
     """Combine the configuration with the target's facts.
 
-    With a sliding window all layers but the last slide, as in published drafters.
+    With a sliding window the layers named in `sliding_layers` slide, by default all but the last, as in
+    published drafters.
 
     Raises:
         ConfigError: a combination that cannot work.
@@ -80,7 +81,7 @@ def drafter_config(
         mask_token_id=facts.mask_token_id,
         target_layer_ids=target_layer_ids or default_target_layer_ids(facts.num_layers, layers),
         num_target_layers=facts.num_layers,
-        layer_types=(SLIDING,) * (layers - 1) + (FULL,) if slides else (FULL,) * layers,
+        layer_types=_layer_types(section),
         sliding_window=section.sliding_window if slides else None,
         embed_scale=facts.embed_scale,
         logit_softcap=facts.logit_softcap,
@@ -88,3 +89,11 @@ def drafter_config(
         eos_token_id=facts.eos_token_id,
         pad_token_id=facts.pad_token_id,
     )
+
+
+def _layer_types(section: DrafterSection) -> tuple[str, ...]:
+    layers = range(section.num_layers)
+    if not section.sliding_window:
+        return (FULL,) * len(layers)
+    sliding = section.sliding_layers or layers[:-1]
+    return tuple(SLIDING if layer in sliding else FULL for layer in layers)

@@ -258,6 +258,7 @@ class DrafterWorker:
             peak=config.lr,
             warmup_ratio=config.warmup_ratio,
             shape=config.schedule,
+            decay_ratio=config.decay_ratio,
         )
 
     def _sigma(self) -> float:

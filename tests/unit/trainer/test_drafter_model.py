@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.tiny import tiny_target
 from tests.support.tiny_drafter import (
     anchors_at,
     drafter_config,
@@ -13,13 +14,17 @@ from tests.support.tiny_drafter import (
     make_pack,
     make_tokens,
 )
+from trainer.config import DrafterSection
+from trainer.drafter import shape
 from trainer.drafter.acceptance import BlockCounts, DeferredCounts, count_blocks, summarize
 from trainer.drafter.anchors import block_labels, pad_anchors
 from trainer.drafter.cache import DraftCache
 from trainer.drafter.loss import _coarse_length, _pad_for_flex, block_hidden, microbatch_sums
+from trainer.drafter.masks import FULL, SLIDING
 from trainer.drafter.model import build_drafter, default_target_layer_ids
 from trainer.drafter.noise import noise_sigma, pack_seed
 from trainer.errors import ConfigError
+from trainer.target.loader import load_target
 
 
 @pytest.mark.parametrize(
@@ -74,6 +79,75 @@ def test_initial_weights_are_normal_and_norms_one() -> None:
             assert abs(tensor.mean().item()) < 0.002, name
         else:
             assert torch.equal(tensor, torch.full_like(tensor, 0.0 if name.endswith("bias") else 1.0)), name
+
+
+@pytest.mark.parametrize("captured", [1, 2, 3])
+def test_split_fc_equals_the_fused_product(captured: int) -> None:
+    ids = (1, 3, 5)[:captured]
+    fused, split = make_drafter(target_layer_ids=ids), make_drafter(target_layer_ids=ids, split_fc=True)
+    tokens, anchors = make_tokens((15, 25)), anchors_at(5, 9, 20, 30)
+    pack = make_pack(tokens, captured=captured)
+
+    wanted, found = (
+        block_hidden(drafter, make_ends(), pack, anchors, noise_sigma=0.05, noise_seed=1)
+        for drafter in (fused, split)
+    )
+    for hidden in (wanted, found):
+        (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    gradients = {name: parameter.grad for name, parameter in split.named_parameters()}
+    assert gradients.keys() == dict(fused.named_parameters()).keys()
+    for name, parameter in fused.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_split_fc_drafts_with_the_same_stored_weights() -> None:
+    fused, split = make_drafter(seed=5), make_drafter(seed=5, split_fc=True)
+    features = make_pack(make_tokens((20,))).features_TLD.flatten(1)
+    block = make_ends().embed(torch.tensor([5, 96, 96, 96]))
+
+    wanted, found = (drafter.draft(features[:9], block, DraftCache(2), start=9) for drafter in (fused, split))
+
+    assert fused.state_dict().keys() == split.state_dict().keys()
+    assert all(torch.equal(value, split.state_dict()[name]) for name, value in fused.state_dict().items())
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_split_fc_in_bf16_differs_by_rounding_only() -> None:
+    reference = make_drafter(seed=5)
+    features = make_pack(make_tokens((40,))).features_TLD.flatten(1)[None]
+    exact = reference.fuse(features)
+
+    errors = [
+        (make_drafter(seed=5, dtype=torch.bfloat16, split_fc=split).fuse(features).float() - exact)
+        .abs()
+        .max()
+        for split in (False, True)
+    ]
+
+    assert errors[1] < 2 * errors[0]
+
+
+@pytest.mark.parametrize(
+    ("section", "kinds"),
+    [
+        ({}, "FFFFF"),
+        ({"sliding_window": 2048}, "SSSSF"),
+        ({"sliding_window": 2048, "sliding_layers": (0, 2)}, "SFSFF"),
+        ({"sliding_window": 2048, "sliding_layers": (0, 1, 2, 3, 4)}, "SSSSS"),
+    ],
+)
+def test_sliding_layers_are_all_but_the_last_unless_named(tmp_path, section: dict, kinds: str) -> None:
+    target = load_target(tiny_target(tmp_path), device="cpu", dtype=torch.float32)
+    names = {"F": FULL, "S": SLIDING}
+
+    config = shape.drafter_config(
+        target.info, DrafterSection(num_layers=5, **section), target_layer_ids=(1, 5)
+    )
+
+    assert config.layer_types == tuple(names[kind] for kind in kinds)
+    assert config.sliding_window == section.get("sliding_window")
 
 
 def test_draft_refuses_a_gap_in_the_context() -> None:

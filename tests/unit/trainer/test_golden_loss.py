@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -264,6 +265,17 @@ def test_golden_27_schedule_goes_from_start_to_end() -> None:
     assert values[-1] == pytest.approx(0.01, abs=1e-12)
     assert values[50] == pytest.approx(0.03, abs=1e-12)
     assert values == sorted(values, reverse=True)
+
+
+@pytest.mark.parametrize(("total", "start", "end"), [(1, 0.05, 0.01), (2, 0.05, 0.0), (1000, 0.1, 0.1)])
+def test_golden_27_schedule_is_a_straight_line_of_any_length(total: int, start: float, end: float) -> None:
+    values = [noise_sigma(step, total, start=start, end=end) for step in range(total)]
+
+    falls = [before - after for before, after in itertools.pairwise(values)]
+    assert values[0] == start
+    assert values[-1] == pytest.approx(start if total == 1 else end, abs=1e-15)
+    assert falls == pytest.approx([(start - end) / max(1, total - 1)] * (total - 1), abs=1e-15)
+    assert noise_sigma(total + 5, total, start=start, end=end) == values[-1]
 
 
 def _sums(drafter, ends, tokens, anchors, *, chunk=16, attention="sdpa", features=None):

@@ -271,6 +271,23 @@ def test_golden_15_window_ends_where_it_says() -> None:
         assert visible == list(range(anchor + offset - (window - 1), anchor))
 
 
+@CPU_KERNELS
+def test_golden_15_only_states_inside_the_window_reach_the_output(attention: str) -> None:
+    window, anchor = 5, 12
+    drafter = make_drafter(num_hidden_layers=1, layer_types=(SLIDING,), sliding_window=window)
+    tokens, ends = make_tokens((20,)), make_ends()
+    pack = make_pack(tokens)
+    before = block_hidden(drafter, ends, pack, anchors_at(anchor), attention=attention)
+
+    for distance in (window - 1, window):
+        changed = pack.features_TLD.clone()
+        changed[anchor - distance] += 1.0
+        after = block_hidden(
+            drafter, ends, make_pack(tokens, features=changed), anchors_at(anchor), attention=attention
+        )
+        assert torch.equal(before[0], after[0]) == (distance == window)
+
+
 def _sums(drafter, pack, anchors, ends, attention):
     labels = block_labels(pack.tokens, anchors, block_size=4, gamma=4.0)
     return microbatch_sums(

@@ -209,6 +209,19 @@ def test_schedule_warms_up_and_ends_at_zero():
     assert rate(99, "constant") == 1.0
 
 
+def test_wsd_schedule_stays_at_the_peak_and_falls_in_a_straight_line_at_the_end():
+    def rate(step, decay_ratio=0.2):
+        return learning_rate(
+            step, total_steps=100, peak=3.0, warmup_ratio=0.1, shape="wsd", decay_ratio=decay_ratio
+        )
+
+    assert [rate(step) for step in (0, 4, 9)] == pytest.approx([0.3, 1.5, 3.0])
+    assert {rate(step) for step in range(10, 81)} == {3.0}
+    assert [rate(step) for step in (81, 90, 99)] == pytest.approx([3 * 19 / 20, 1.5, 3 / 20])
+    assert rate(100) == rate(150) == 0.0
+    assert rate(99, decay_ratio=0.0) == 3.0
+
+
 def test_schedule_without_warmup_starts_at_the_peak():
     assert learning_rate(0, total_steps=3, peak=2.0, warmup_ratio=0.0, shape="cosine") == 2.0
     assert math.isfinite(learning_rate(1, total_steps=1, peak=2.0, warmup_ratio=1.0, shape="cosine"))
