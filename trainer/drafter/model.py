@@ -317,7 +317,9 @@ class Drafter(nn.Module):
         width = self.config.hidden_size
         # one split of the weight: its backward joins the layers' gradients instead of adding up whole ones
         first, *rest = zip(
-            features_BTF.flatten(0, -2).split(width, dim=-1), self.fc.weight.split(width, dim=1), strict=True
+            torch.split(features_BTF.flatten(0, -2), width, dim=-1),
+            torch.split(self.fc.weight, width, dim=1),
+            strict=True,
         )
         fused = linear(*first)
         for features, weight in rest:
