@@ -10,14 +10,29 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Mxfp4Config,
+)
 from transformers.utils import logging as hf_logging
 
 from trainer.errors import CheckpointError, ConfigError, OutOfMemoryError
+
+_LOG = logging.getLogger(__name__)
+
+OTHER_MODALITIES = (
+    *("visual", "vision_tower", "vision_model", "multi_modal_projector", "embed_vision"),
+    *("audio_tower", "embed_audio"),
+)
+"""Parts of multimodal checkpoints that text never reaches."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -79,6 +94,13 @@ def load_causal_lm(
     config = load_config(directory)
     if not any(directory.glob("*.safetensors")):
         raise ConfigError(f"target model has no *.safetensors weights: {directory}")
+    if attn == "sdpa" and not supports_sdpa(config):
+        _LOG.warning(
+            "transformers has no sdpa attention for %s: eager is used, whose memory grows with the square of "
+            "the length",
+            config.model_type,
+        )
+        attn = "eager"
     hf_logging.disable_progress_bar()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -91,6 +113,7 @@ def load_causal_lm(
             output_loading_info=True,
             # Not to ignore them: so that they come back in `info` and are refused below with their names.
             ignore_mismatched_sizes=True,
+            **_expansion(config),
         )
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise ConfigError(f"cannot load the target model: {directory}: {error}") from error
@@ -105,11 +128,41 @@ def load_causal_lm(
         raise CheckpointError(
             f"target weights lack or misshape {len(missing)} tensors of the model: {directory}: {shown}"
         )
+    _drop_other_modalities(model)
     try:
         frozen: torch.nn.Module = model.requires_grad_(False).eval().to(device)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(f"target does not fit on {device}: {directory}: {error}") from error
     return frozen
+
+
+def supports_sdpa(config: Any) -> bool:
+    """Tell whether transformers runs this model through torch's fused attention."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return bool(getattr(kind, "_supports_sdpa", True))
+
+
+def quantization_of(config: Any) -> str | None:
+    """Name the method by which the weights on disk are quantized, None for plain ones."""
+    settings = getattr(config, "quantization_config", None) or {}
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+    return None if method is None else str(getattr(method, "value", method))
+
+
+def _expansion(config: Any) -> dict[str, Any]:
+    """Have 4-bit experts expanded at loading: kernels that run them as they are come from the network."""
+    if quantization_of(config) != "mxfp4":
+        return {}
+    _LOG.warning("mxfp4 weights of %s are expanded to 16 bits, four times their size", config.model_type)
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
+
+
+def _drop_other_modalities(model: Any) -> None:
+    """Leave the towers for pictures and sound away: they would take device memory for nothing."""
+    for owner in {id(m): m for m in (model, getattr(model, model.base_model_prefix, model))}.values():
+        for name in OTHER_MODALITIES:
+            if isinstance(getattr(owner, name, None), torch.nn.Module):
+                setattr(owner, name, None)
 
 
 def stop_token_ids(directory: Path, tokenizer: Any | None) -> frozenset[int]:

@@ -21,7 +21,7 @@ from trainer.drafter.cache import DraftCache
 from trainer.drafter.loss import FrozenEnds
 from trainer.drafter.model import DrafterConfig
 from trainer.errors import ConfigError
-from trainer.target.capture import TargetCache
+from trainer.target.decode_cache import TargetCache
 
 
 class TargetLike(Protocol):

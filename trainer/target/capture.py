@@ -11,6 +11,8 @@ Dimension suffixes: B batch, T tokens, L captured layers, D hidden size, V vocab
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -22,49 +24,23 @@ from transformers import DynamicCache
 
 from trainer.data.pretrained import cache_argument
 from trainer.errors import ConfigError, DataError
+from trainer.target.decode_cache import REPLAY_TOKENS, TargetCache
 
 if TYPE_CHECKING:
     from trainer.target.loader import TargetInfo
 
 
+_LOG = logging.getLogger(__name__)
+
 FEW_ROWS = 8
 """Up to here the head's product is turned round on a CPU."""
+
+TRIAL_TOKENS = 20
+"""Length of the sequence on which a cache is tried."""
 
 
 class _LastTapReached(Exception):  # noqa: N818 - control flow, not an error
     """Ends a forward pass once the last layer that anyone asked for has run."""
-
-
-class TargetCache:
-    """Keys and values of a committed prefix of one sequence, for `Target.step`.
-
-    Targets with layers whose state cannot be cut back (linear attention, sliding windows) keep the token ids
-    instead and run the prefix again at each step: slower, but exact.
-    """
-
-    def __init__(self, entries: Any | None) -> None:
-        self.entries = entries
-        self.token_ids_T = torch.empty(0, dtype=torch.int64)
-
-    @property
-    def length(self) -> int:
-        """Tokens that the cache stands for."""
-        return int(self.token_ids_T.shape[0])
-
-    @property
-    def recomputes(self) -> bool:
-        """True where `step` has to run the prefix again."""
-        return self.entries is None
-
-    def crop(self, length: int) -> None:
-        """Forget everything behind the first `length` tokens."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot crop a cache of {self.length} tokens to {length}")
-        surplus = self.length - length
-        self.token_ids_T = self.token_ids_T[:length]
-        if surplus and self.entries is not None:
-            # A negative count means "drop this many" in every transformers 5; positive lengths were removed.
-            self.entries.crop(-surplus)
 
 
 class Target:
@@ -84,6 +60,7 @@ class Target:
         self.head_weight_VD: Tensor = head.weight
         head.forward = self._head_product
         self._cache_argument = cache_argument(model)
+        self._can_go_back: bool | None = None
 
     def _head_product(self, hidden: Tensor) -> Tensor:
         """Stand in for the head's own forward; what the model does to logits around it stays as it is.
@@ -141,8 +118,13 @@ class Target:
         return _stack(tapped, layer_ids), last_BTD
 
     def new_cache(self) -> TargetCache:
-        """An empty cache for one sequence."""
-        return TargetCache(DynamicCache(config=self._model.config) if self._can_crop() else None)
+        """An empty cache for one sequence; how it takes steps back depends on the target's layers."""
+        open_entries = functools.partial(DynamicCache, config=self._model.config.get_text_config())
+        if self._is_plain():
+            return TargetCache(open_entries)
+        if self._can_go_back is None:
+            self._can_go_back = self._try_going_back(TargetCache(open_entries, is_plain=False))
+        return TargetCache(open_entries, is_plain=False) if self._can_go_back else TargetCache(None)
 
     @torch.no_grad()
     def step(
@@ -155,15 +137,26 @@ class Target:
         """
         self.check_layer_ids(layer_ids)
         new = int(input_ids_1T.shape[1])
-        cache.token_ids_T = torch.cat([cache.token_ids_T, input_ids_1T[0].to("cpu")])
-        arguments: dict[str, Any] = {"use_cache": False}
-        if cache.recomputes:
-            input_ids_1T = cache.token_ids_T[None]
-        else:
-            arguments = {"use_cache": True, self._cache_argument: cache.entries}
+        if len(cache.behind_T) > REPLAY_TOKENS and not cache.recomputes:
+            self._run(cache.behind_T[None], cache, logits=1)
+            cache.caught_up()
+        cache.keep()
+        cache.append(input_ids_1T[0])
         with self._tap(layer_ids, stop_after_last=False) as tapped:
-            output = self._model(input_ids=input_ids_1T.to(self.device), logits_to_keep=new, **arguments)
-        return output.logits[0, -new:], _stack(tapped, layer_ids)[0, -new:]
+            logits_TV = self._run(cache.behind_T[None], cache, logits=new)
+        cache.caught_up()
+        return logits_TV, _stack(tapped, layer_ids)[0, -new:]
+
+    def _run(self, input_ids_1T: Tensor, cache: TargetCache, *, logits: int) -> Tensor:
+        """Run tokens with the cache, or all of them without; returns the logits of the last few."""
+        if cache.recomputes:
+            arguments: dict[str, Any] = {"input_ids": cache.token_ids_T[None].to(self.device)}
+            arguments["use_cache"] = False
+        else:
+            arguments = {"input_ids": input_ids_1T.to(self.device), "use_cache": True}
+            arguments[self._cache_argument] = cache.entries
+        output: Tensor = self._model(**arguments, logits_to_keep=logits).logits
+        return output[0, -logits:]
 
     def check_layer_ids(self, layer_ids: Sequence[int]) -> None:
         """Refuse ids that are no decoder layer, and the last one, whose meaning differs between engines."""
@@ -172,13 +165,44 @@ class Target:
             limit = self.info.num_layers - 2
             raise ConfigError(f"target_layer_ids must be different and within 0..{limit}: {list(layer_ids)}")
 
-    def _can_crop(self) -> bool:
+    def _is_plain(self) -> bool:
         config = self._model.config.get_text_config()
         plain = set(self.info.layer_types) == {"full_attention"}
         windowed = getattr(config, "sliding_window", None) is not None and not getattr(
             config, "layer_types", None
         )
         return plain and not windowed
+
+    def _try_going_back(self, cache: TargetCache) -> bool:
+        """Reject tokens once and compare with a run without cache: not every family's cache can do it."""
+        ids_1T = (torch.arange(1, TRIAL_TOKENS + 1) * 7919 % self.info.vocab_size)[None]
+        expected_TV, _ = self.step(ids_1T, TargetCache(None), ())
+        try:
+            self.step(ids_1T[:, :10], cache, ())
+            self.step(torch.cat([ids_1T[:, 10:12], ids_1T[:, :4]], dim=1), cache, ())
+            cache.crop(12)
+            logits_TV, _ = self.step(ids_1T[:, 12:], cache, ())
+            difference = float((logits_TV - expected_TV[12:]).abs().max() / expected_TV.abs().max())
+        except (
+            TypeError,
+            ValueError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            NotImplementedError,
+        ) as error:
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            if difference <= (1e-3 if self.dtype == torch.float32 else 0.1):
+                return True
+            reason = f"logits differ by {difference:.1e} of their size"
+        _LOG.warning(
+            "decoding with %s runs the whole prefix at each step, which is slow: "
+            "its cache does not come back after rejected tokens (%s)",
+            self.info.model_type,
+            reason,
+        )
+        return False
 
     @contextmanager
     def _tap(self, layer_ids: Sequence[int], *, stop_after_last: bool) -> Iterator[dict[int, Tensor]]:
