@@ -20,15 +20,27 @@ def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `prepare`."""
     add = parser.add_argument
     add("--target-model", type=Path, required=True, metavar="DIR", help="for its tokenizer and chat template")
-    add("--input", type=Path, required=True, metavar="FILE", help="chats, JSONL or Parquet with `messages`")
-    add("--output", type=Path, required=True, metavar="DIR", help="folder for train.parquet and report.json")
-    add("--max-seq-len", type=int, default=8192, metavar="N", help="cut chats behind N tokens (%(default)s)")
+    add("--input", type=Path, required=True, metavar="PATH", help="chats: JSONL, Parquet, Arrow, or a folder")
+    add("--output", type=Path, required=True, metavar="DIR", help="folder for the samples and report.json")
+    add(
+        "--max-seq-len",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="longest sample, tokens (%(default)s)",
+    )
     add(
         "--held-out-ratio",
         type=float,
         default=0.0,
         metavar="R",
-        help="share kept apart by hash (%(default)s)",
+        help="share kept apart by a hash of the question (%(default)s)",
+    )
+    add(
+        "--thinking",
+        choices=("template", "on", "off"),
+        default="template",
+        help="the template's thinking switch where a row does not set it (%(default)s)",
     )
 
 

@@ -1,99 +1,417 @@
 """Chats as token ids: the tokenizer's own chat template, and which tokens a drafter is trained on.
 
 Called by `prepare`, `generate` and the evaluator, so that training data, completions and measured prompts are
-all rendered by the same code. Supervised are the tokens that the target itself would generate: from the first
-token behind the generation prompt to the end-of-turn token, but not the line break that templates add behind
-it. Pure apart from the tokenizer; must not read files.
+all rendered by the same code. A supervised turn is what the target read at that turn (the rendered chat
+before it, with the generation prompt), then what the assistant said, then the token that ends the turn. No
+rendering is taken for the beginning of another one: turns share a sample only where the tokens of the earlier
+turn return unchanged in the prompt of the later one; where a template rewrites history, the next turn begins
+a sample of its own. Pure apart from the tokenizer; must not read files.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-Messages = Sequence[Mapping[str, str]]
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+from jinja2 import TemplateError
+
+Messages = Sequence[Mapping[str, Any]]
+
+TURN_REASONS = {
+    "empty_turn": "the assistant said nothing",
+    "stop_inside": "the answer holds a token that ends a turn",
+    "open_thinking": "the generation prompt opens a thinking block that the answer does not close",
+    "not_in_template": "the template does not render the answer",
+    "not_marked": "the template marks generated text, and this answer is not marked",
+    "reasoning_not_in_template": "the template does not render the thinking that came before the answer",
+    "tool_call_not_in_template": "the template does not render the tool call",
+    "token_border": "the answer cannot be tokenized apart from its prompt",
+    "unknown_token": "the tokenizer has no token for a part of the answer",
+}
+"""Why an assistant turn is not supervised, and what that means."""
+
+_GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedChat:
-    """One chat, tokenized; `unsupervised_turns` counts assistant turns that the template rewrites."""
+class Turn:
+    """One supervised turn: `message` is its index in the chat, `start` and `end` are tokens of its sample."""
+
+    message: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSample:
+    """Tokens up to the end of the last supervised turn."""
 
     input_ids: list[int]
-    loss_mask: list[int]
-    unsupervised_turns: int
+    turns: tuple[Turn, ...]
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """1 on what the assistant said, 0 elsewhere; as long as `input_ids`."""
+        mask = [0] * len(self.input_ids)
+        for turn in self.turns:
+            mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
+        return mask
 
 
-def find_message_fault(messages: Any) -> str | None:
-    """Why `messages` is no chat (a short reason), or None."""
-    if not isinstance(messages, list) or not messages:
-        return "no_messages"
-    for message in messages:
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            return "bad_message"
-        if not isinstance(message.get("content"), str):
-            return "bad_message"
-    return None
+@dataclass(slots=True)
+class EncodedChat:
+    """A tokenized chat: one sample, or several where the template rewrites history."""
+
+    samples: list[ChatSample] = field(default_factory=list)
+    lost: Counter[str] = field(default_factory=Counter)
+    """assistant turns that are not supervised, by reason"""
+    respelled: int = 0
+    """turns that the template or the tokenizer spells otherwise than the assistant did"""
 
 
-def encode_prompt(tokenizer: Any, messages: Messages) -> list[int]:
-    """Token ids of a chat up to where the assistant starts to speak."""
-    return _tokenize(tokenizer, _render(tokenizer, messages, generation_prompt=True))
+@dataclass(frozen=True, slots=True)
+class _SpokenTurn:
+    """A turn as text: `before` is read by the target, `said` and `stop` are what it is trained to say."""
+
+    before: str
+    said: str
+    stop: str
+    is_respelled: bool = False
 
 
-def encode_chat(
-    tokenizer: Any, messages: Messages, *, stop_ids: Collection[int], is_cut_off: bool = False
-) -> EncodedChat | None:
-    """Tokenize a chat and mark what its assistant said.
-
-    Args:
-        tokenizer: with a chat template.
-        messages: turns; at least one of the assistant.
-        stop_ids: ids that end a turn.
-        is_cut_off: the last assistant turn ended by a length limit: the end-of-turn token is not its own.
-
-    Returns:
-        The chat, or None when no assistant turn could be found again in the rendered whole.
-    """
-    whole = _tokenize(tokenizer, _render(tokenizer, messages, generation_prompt=False))
-    mask = [0] * len(whole)
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    lost = 0
-    for index in turns:
-        span = _find_span(tokenizer, messages, index, whole)
-        if span is None:
-            lost += 1
-            continue
-        start, end = _trim(whole, span, stop_ids, keep_stop=not (is_cut_off and index == turns[-1]))
-        mask[start:end] = [1] * (end - start)
-    if lost == len(turns):
-        return None
-    return EncodedChat(whole, mask, lost)
-
-
-def join_completion(
-    tokenizer: Any, messages: Messages, completion_ids: Any, *, stop_ids: Collection[int]
-) -> EncodedChat | None:
-    """Put recorded completion tokens behind the prompt's: exactly what the target read and said.
+class ChatEncoder:
+    """Encodes chats by one tokenizer.
 
     Args:
         tokenizer: with a chat template.
-        messages: turns that end with the completion's text.
-        completion_ids: the tokens of that last turn as generated, its stop token included.
         stop_ids: ids that end a turn.
-
-    Returns:
-        The chat with only the completion supervised, or None when the ids do not spell the last turn (they
-        belong to another tokenizer, or somebody edited the text).
+        thinking: handed to the template as `enable_thinking`; None leaves the choice to the template.
     """
-    if messages[-1]["role"] != "assistant" or not _are_ids(completion_ids):
-        return None
-    text = tokenizer.decode([token for token in completion_ids if token not in stop_ids])
-    if text != messages[-1]["content"]:
-        return None
-    prompt = encode_prompt(tokenizer, messages[:-1])
-    return EncodedChat(prompt + completion_ids, [0] * len(prompt) + [1] * len(completion_ids), 0)
+
+    def __init__(self, tokenizer: Any, *, stop_ids: Collection[int], thinking: bool | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._stop_ids = frozenset(stop_ids)
+        spelled = (tokenizer.decode([token]) for token in sorted(self._stop_ids))
+        self._stops = [stop for stop in spelled if stop.strip()]
+        self._thinking = thinking
+        self._has_marks = has_generation_marks(tokenizer)
+
+    def encode(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Any] | None = None,
+        thinking: bool | None = None,
+        is_cut_off: bool = False,
+    ) -> EncodedChat:
+        """Tokenize a chat and mark what its assistant said.
+
+        Args:
+            messages: turns in normal form (see `conversations`), at least one of the assistant.
+            tools: function schemas for the template.
+            thinking: overrides the encoder's own.
+            is_cut_off: the last assistant turn ended by a length limit: the end of turn is not its own.
+        """
+        if thinking is None:
+            thinking = self._thinking
+        parsed = [_with_parsed_arguments(message) for message in messages]
+        if parsed == list(messages):
+            return self._encode(messages, tools, thinking, is_cut_off)
+        # Some templates take arguments of tool calls as text and repeat it, others want objects.
+        try:
+            chat = self._encode(messages, tools, thinking, is_cut_off)
+            if not chat.lost["tool_call_not_in_template"]:
+                return chat
+        except (TemplateError, TypeError, ValueError):
+            pass
+        chat = self._encode(parsed, tools, thinking, is_cut_off)
+        chat.respelled += 1
+        return chat
+
+    def _encode(
+        self, messages: Messages, tools: Sequence[Any] | None, thinking: bool | None, is_cut_off: bool
+    ) -> EncodedChat:
+        view = _Rendering(self._tokenizer, messages, tools, thinking, self._has_marks)
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        chat = EncodedChat()
+        for index in answers:
+            spoken = self._find_turn(view, index)
+            if isinstance(spoken, str):
+                chat.lost[spoken] += 1
+                continue
+            keeps_stop = not (is_cut_off and index == answers[-1])
+            tokens = self._tokenize_turn(spoken, spoken.stop if keeps_stop else "")
+            if isinstance(tokens, str):
+                chat.lost[tokens] += 1
+                continue
+            input_ids, start, is_exact = tokens
+            chat.respelled += spoken.is_respelled or not is_exact
+            _append_turn(chat.samples, input_ids, Turn(index, start, len(input_ids)))
+        return chat
+
+    def join_completion(
+        self,
+        messages: Messages,
+        completion_ids: Any,
+        *,
+        tools: Sequence[Any] | None = None,
+        thinking: bool | None = None,
+    ) -> ChatSample | None:
+        """Put recorded completion tokens behind the prompt's: exactly what the target read and said.
+
+        Args:
+            messages: turns that end with the completion.
+            completion_ids: the tokens of that last turn as generated, its stop token included.
+            tools: function schemas for the template.
+            thinking: overrides the encoder's own.
+
+        Returns:
+            The sample with only the completion supervised, or None when the ids do not spell the last turn
+            (they belong to another tokenizer, or somebody edited the text).
+        """
+        if messages[-1]["role"] != "assistant" or not _are_ids(completion_ids):
+            return None
+        text = self._tokenizer.decode([token for token in completion_ids if token not in self._stop_ids])
+        if text != messages[-1]["content"] and not _spells_turn(text, messages[-1]):
+            return None
+        prompt = encode_prompt(
+            self._tokenizer,
+            messages[:-1],
+            tools=tools,
+            thinking=self._thinking if thinking is None else thinking,
+        )
+        turn = Turn(len(messages) - 1, len(prompt), len(prompt) + len(completion_ids))
+        return ChatSample(prompt + completion_ids, (turn,))
+
+    def _find_turn(self, view: _Rendering, index: int) -> _SpokenTurn | str:
+        """Text of one assistant turn as the target reads and says it, or a key of `TURN_REASONS`."""
+        message = view.messages[index]
+        texts = (message["content"], message.get("reasoning_content", ""))
+        if not any(text.strip() for text in texts) and not message.get("tool_calls"):
+            return "empty_turn"
+        if any(stop in text for stop in self._stops for text in texts):
+            return "stop_inside"
+        prompt = view.prompt(index)
+        whole, marks = view.through(index)
+        before = _border(prompt, whole, marks if self._has_marks else None)
+        if before is None:
+            return self._say_verbatim(prompt, whole, message)
+        if self._has_marks and not any(end > len(before) for _, end in marks):
+            return "not_marked"
+        said, stop = self._split_stop(whole[len(before) :])
+        if "reasoning_content" not in message and not message.get("tool_calls"):
+            return _say_plain(before, said, stop, message["content"])
+        # Thinking and tool calls are spelled by the template; all of it must be there.
+        fault = _structure_fault(said, message)
+        return fault or _SpokenTurn(before, said if stop else said.rstrip(), stop)
+
+    def _say_verbatim(self, prompt: str, whole: str, message: Mapping[str, Any]) -> _SpokenTurn | str:
+        """The template writes this turn's opening in another way than its generation prompt does."""
+        if "reasoning_content" in message or message.get("tool_calls"):
+            return "not_in_template"
+        content = message["content"]
+        if prompt.rstrip().endswith("<think>") and "</think>" not in content:
+            return "open_thinking"
+        said, stop = self._split_stop(whole, from_end=True)
+        tail = _squeeze(content.rpartition("</think>")[2])
+        if not stop or not tail or not _squeeze(said).endswith(tail):
+            return "not_in_template"
+        return _SpokenTurn(prompt, content, stop, is_respelled=True)
+
+    def _split_stop(self, text: str, *, from_end: bool = False) -> tuple[str, str]:
+        """Split at the first token that ends a turn (`from_end`: the last); without one, all is text."""
+        search = str.rfind if from_end else str.find
+        found = [(search(text, stop), stop) for stop in self._stops if stop in text]
+        if not found:
+            return text, ""
+        place, stop = max(found) if from_end else min(found)
+        return text[:place], stop
+
+    def _tokenize_turn(self, spoken: _SpokenTurn, stop: str) -> tuple[list[int], int, bool] | str:
+        """Token ids, where the turn starts in them, and whether they spell it byte by byte."""
+        prompt_ids = _tokenize(self._tokenizer, spoken.before)
+        whole = spoken.before + spoken.said + stop
+        input_ids = _tokenize(self._tokenizer, whole)
+        start = len(prompt_ids)
+        if input_ids[:start] != prompt_ids:
+            # A token lies across the border. The target reads the prompt's own tokens, then chooses anew.
+            apart = prompt_ids + _tokenize(self._tokenizer, spoken.said + stop)
+            if self._tokenizer.decode(apart) != self._tokenizer.decode(input_ids):
+                return "token_border"
+            input_ids = apart
+        unknown = self._tokenizer.unk_token_id
+        if unknown is not None and unknown not in self._stop_ids and unknown in input_ids[start:]:
+            return "unknown_token"
+        spelled = self._tokenizer.decode(input_ids[start:])
+        # Some decoders drop the blank in front of the first word.
+        is_exact = spelled == spoken.said + stop or self._tokenizer.decode(input_ids).endswith(
+            spoken.said + stop
+        )
+        return input_ids, start, is_exact
+
+
+def encode_prompt(
+    tokenizer: Any,
+    messages: Messages,
+    *,
+    tools: Sequence[Any] | None = None,
+    thinking: bool | None = None,
+) -> list[int]:
+    """Token ids of a chat up to where the assistant starts to speak.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: turns, the last one not of the assistant.
+        tools: function schemas for the template.
+        thinking: handed to the template as `enable_thinking`; None leaves the choice to the template.
+    """
+    return _tokenize(tokenizer, _Rendering(tokenizer, messages, tools, thinking, False).prompt(len(messages)))
+
+
+def has_generation_marks(tokenizer: Any) -> bool:
+    """Whether the chat template itself marks what the assistant generates."""
+    template = tokenizer.chat_template
+    return (
+        isinstance(template, str)
+        # Without offsets of tokens the marks cannot be placed; turns are then found without them.
+        and tokenizer.is_fast
+        and _GENERATION_MARK.search(template) is not None
+    )
+
+
+class _Rendering:
+    """Renders beginnings of one chat as text."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        messages: Messages,
+        tools: Sequence[Any] | None,
+        thinking: bool | None,
+        has_marks: bool,
+    ) -> None:
+        self.messages = messages
+        self._tokenizer = tokenizer
+        self._has_marks = has_marks
+        self._options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+        if tools:
+            self._options["tools"] = list(tools)
+
+    def prompt(self, index: int) -> str:
+        """What the target reads before it says message `index`."""
+        turns = [dict(message) for message in self.messages[:index]]
+        return str(
+            self._tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True, **self._options
+            )
+        )
+
+    def through(self, index: int) -> tuple[str, list[tuple[int, int]]]:
+        """The chat up to and with message `index`, and the character spans that the template marks."""
+        turns = [dict(message) for message in self.messages[: index + 1]]
+        if not self._has_marks:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    turns, tokenize=False, add_generation_prompt=False, **self._options
+                )
+            ), []
+        encoded = self._tokenizer.apply_chat_template(
+            turns,
+            add_generation_prompt=False,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True},
+            **self._options,
+        )
+        text = str(
+            self._tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=False, **self._options
+            )
+        )
+        return text, _spans(encoded["assistant_masks"], encoded["offset_mapping"])
+
+
+def _border(prompt: str, whole: str, marks: list[tuple[int, int]] | None) -> str | None:
+    """The part of `whole` that the target reads; None when the prompt of inference does not return in it."""
+    begins = whole.startswith(prompt)
+    if marks:
+        start = next((start for start, end in marks if end > len(prompt)), marks[-1][0])
+        # Between the generation prompt and the mark: blanks are said by the model, text is not.
+        if not begins or whole[len(prompt) : start].strip():
+            return whole[:start]
+    return prompt if begins else None
+
+
+def _say_plain(before: str, said: str, stop: str, content: str) -> _SpokenTurn | str:
+    """A turn of text alone: the template may put something in front of it, or trim it."""
+    place = said.rfind(content)
+    if place >= 0 and not said[place + len(content) :].strip():
+        if not said[:place].strip():
+            # All behind the generation prompt is generated, a blank that the template writes included.
+            place = 0
+        return _SpokenTurn(before + said[:place], said[place:] if stop else said[place:].rstrip(), stop)
+    rendered, wanted = _squeeze(said), _squeeze(content)
+    if wanted.endswith(rendered) and rendered:
+        return _SpokenTurn(before, content, stop, is_respelled=True)
+    if rendered.endswith(wanted):
+        front = _front(said, len(rendered) - len(wanted))
+        return _SpokenTurn(before + front, content, stop, is_respelled=True)
+    return "not_in_template"
+
+
+def _structure_fault(said: str, message: Mapping[str, Any]) -> str:
+    """A key of `TURN_REASONS` where thinking, text or a tool call is missing, else nothing."""
+    rendered = _squeeze(said)
+    if _squeeze(message.get("reasoning_content", "")) not in rendered:
+        return "reasoning_not_in_template"
+    if _squeeze(message["content"]) not in rendered:
+        return "not_in_template"
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        arguments = function["arguments"]
+        is_there = not isinstance(arguments, str) or arguments.strip() in said
+        if function["name"] not in said or not is_there:
+            return "tool_call_not_in_template"
+    return ""
+
+
+def _with_parsed_arguments(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with arguments of its tool calls as objects, where all of them are JSON."""
+    if not turn.get("tool_calls"):
+        return turn
+    calls = []
+    for call in turn["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                return turn
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**turn, "tool_calls": calls}
+
+
+def _append_turn(samples: list[ChatSample], input_ids: list[int], turn: Turn) -> None:
+    """Lengthen the last sample where its tokens come back unchanged, else begin a sample."""
+    if samples:
+        last = samples[-1]
+        if input_ids[: len(last.input_ids)] == last.input_ids and turn.start >= len(last.input_ids):
+            samples[-1] = ChatSample(input_ids, (*last.turns, turn))
+            return
+    samples.append(ChatSample(input_ids, (turn,)))
+
+
+def _spells_turn(text: str, message: Mapping[str, Any]) -> bool:
+    """Whether generated text is this message, whose thinking and tool calls a server has taken apart."""
+    if "reasoning_content" not in message and not message.get("tool_calls"):
+        return False
+    if _structure_fault(text, _with_parsed_arguments(dict(message))):
+        return False
+    return bool(message.get("tool_calls")) or _squeeze(text).endswith(_squeeze(message["content"]))
 
 
 def _are_ids(value: Any) -> bool:
@@ -106,28 +424,33 @@ def _are_ids(value: Any) -> bool:
     )
 
 
-def _find_span(tokenizer: Any, messages: Messages, index: int, whole: list[int]) -> tuple[int, int] | None:
-    # Templates may drop earlier thinking or merge tokens across the border: no faithful sample.
-    before = encode_prompt(tokenizer, messages[:index])
-    through = _tokenize(tokenizer, _render(tokenizer, messages[: index + 1], generation_prompt=False))
-    if whole[: len(before)] != before or whole[: len(through)] != through:
-        return None
-    return len(before), len(through)
+def _spans(mask: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Character spans of neighbouring marked tokens."""
+    spans: list[tuple[int, int]] = []
+    was_marked = False
+    for is_marked, (start, end) in zip(mask, offsets, strict=True):
+        if is_marked and was_marked:
+            spans[-1] = (spans[-1][0], end)
+        elif is_marked:
+            spans.append((start, end))
+        was_marked = bool(is_marked)
+    return spans
 
 
-def _trim(
-    whole: list[int], span: tuple[int, int], stop_ids: Collection[int], *, keep_stop: bool
-) -> tuple[int, int]:
-    start, end = span
-    stops = [position for position in range(start, end) if whole[position] in stop_ids]
-    if not stops:
-        return start, end
-    return start, stops[-1] + 1 if keep_stop else stops[-1]
+def _squeeze(text: str) -> str:
+    return "".join(text.split())
 
 
-def _render(tokenizer: Any, messages: Messages, *, generation_prompt: bool) -> str:
-    turns = [dict(message) for message in messages]
-    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation_prompt))
+def _front(text: str, visible: int) -> str:
+    """The beginning of `text` with so many characters that are not blank, and the blanks behind them."""
+    if visible == 0:
+        return ""
+    count = 0
+    for place, character in enumerate(text):
+        count += not character.isspace()
+        if count > visible:
+            return text[:place]
+    return text
 
 
 def _tokenize(tokenizer: Any, text: str) -> list[int]:

@@ -1,9 +1,10 @@
-"""`dflash-train prepare`: chat JSONL or Parquet to tokenized, loss-masked Parquet that training reads.
+"""`dflash-train prepare`: chats in JSONL, Parquet or Arrow to tokenized, loss-masked Parquet for training.
 
-Called by `trainer.__main__`. Writes `train.parquet` and `report.json` into the output directory and, with a
-held-out ratio, `held_out/held_out.parquet` and `held_out/prompts.jsonl`, apart from the training files
-because those are read from the directory itself. Every dropped row is counted by reason with examples. Files
-are replaced by rename, the report last. Must not load model weights.
+Called by `trainer.__main__`. Reads row by row in constant memory, drops exact duplicates, keeps a share apart
+by a hash of the question and counts every dropped or altered row by reason. Writes `train-NNNNN.parquet` and
+`report.json` into the output folder and, with a held-out ratio, `held_out/held_out-NNNNN.parquet` and
+`held_out/prompts.jsonl`, apart from the training files because those are read from the folder itself. Must
+not load model weights.
 """
 
 from __future__ import annotations
@@ -11,107 +12,169 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
+import logging
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 
-from trainer.data.chat import EncodedChat, encode_chat, find_message_fault, join_completion
-from trainer.data.corpus import SKIP_REASONS, SUFFIXES, parse_row
-from trainer.data.pretrained import get_tokenizer, stop_token_ids
-from trainer.data.prompts import read_json_lines
-from trainer.errors import ConfigError, DataError, DependencyError
+from trainer.data.chat import ChatEncoder, ChatSample, EncodedChat, Turn
+from trainer.data.conversations import Conversation, parse_conversation, split_key
+from trainer.data.prepare_report import DROP_REASONS, PrepareReport
+from trainer.data.pretrained import TOKENIZER_FILES, get_tokenizer, stop_token_ids
+from trainer.data.sources import SourceRow, list_data_files, read_rows
+from trainer.data.staging import PreparedSample, Staging, locked_output
+from trainer.errors import ConfigError, DataError
 
-REPORT = "report.json"
-TRAIN_FILE = "train.parquet"
-HELD_OUT_DIR = "held_out"
-ROWS_PER_GROUP = 1024
-EXAMPLES_PER_REASON = 3
-EXAMPLE_CHARACTERS = 120
+log = logging.getLogger(__name__)
 
-DROP_REASONS = {
-    "bad_json": "the line is not a JSON object",
-    "no_messages": "neither messages nor prompt with completion",
-    "bad_message": "a message lacks a known role or a text",
-    "no_assistant_turn": "nothing that the assistant said",
-    "empty_completion": "the last assistant turn is blank",
-    "duplicate": "the same chat came before",
-    "template_error": "the chat template refuses these messages",
-    "not_in_template": "no assistant turn can be found again in the rendered chat",
-    "no_supervised_token": SKIP_REASONS["no_supervised_token"],
-    "no_anchor": SKIP_REASONS["no_anchor"],
-}
+CHAT_COLUMNS = (
+    "id",
+    "domain",
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "system",
+    "tools",
+    "thinking",
+    "finish_reason",
+    "completion_ids",
+)
+"""What is read of a row; other columns of a table are not even loaded."""
+COMMIT_TOKENS = 16_777_216
+COMMIT_SECONDS = 60.0
+PROGRESS_SECONDS = 10.0
+FORMAT = 2
+"""Of the work in progress; work of another format is begun anew."""
 
-
-@dataclass(slots=True)
-class PrepareReport:
-    """Counts of one `prepare`, as they stand in `report.json`."""
-
-    rows: int = 0
-    train: int = 0
-    held_out: int = 0
-    truncated: int = 0
-    unsupervised_turns: int = 0
-    from_completion_ids: int = 0
-    """rows taken from recorded tokens; the others were tokenized from their text"""
-    tokens: int = 0
-    supervised_tokens: int = 0
-    domains: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-
-    def drop(self, reason: str, row_number: int, row: Any) -> None:
-        """Count a dropped row and keep the first few to look at."""
-        self.dropped[reason] += 1
-        shown = self.examples.setdefault(reason, [])
-        if len(shown) < EXAMPLES_PER_REASON:
-            start = json.dumps(row, ensure_ascii=False, default=str)[:EXAMPLE_CHARACTERS]
-            shown.append({"row": row_number, "start": start})
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON; each reason comes with what it means."""
-        return {
-            "rows": self.rows,
-            "train": self.train,
-            "held_out": self.held_out,
-            "truncated": self.truncated,
-            "unsupervised_turns": self.unsupervised_turns,
-            "from_completion_ids": self.from_completion_ids,
-            "tokens": self.tokens,
-            "supervised_tokens": self.supervised_tokens,
-            "domains": dict(sorted(self.domains.items())),
-            "dropped": {
-                reason: {"count": count, "meaning": DROP_REASONS[reason], "examples": self.examples[reason]}
-                for reason, count in sorted(self.dropped.items())
-            },
-        }
+__all__ = ["DROP_REASONS", "ChatPreparer", "is_held_out", "run_prepare"]
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedRow:
-    """One tokenized chat."""
+class PreparedChat:
+    """The samples of one chat that is kept."""
 
-    id: str
-    domain: str | None
-    input_ids: list[int]
-    loss_mask: list[int]
-    prompt: list[dict[str, str]]
-    """messages before the last assistant turn"""
-    is_truncated: bool
-    unsupervised_turns: int
+    conversation: Conversation
+    samples: tuple[ChatSample, ...]
+    altered: tuple[str, ...]
+    lost_turns: Counter[str]
+    lost_samples: Counter[str]
+    is_recorded: bool
+    """taken from recorded completion tokens"""
+
+
+class ChatPreparer:
+    """Turns rows into tokenized samples; pure apart from the tokenizer."""
+
+    def __init__(self, encoder: ChatEncoder, *, max_seq_len: int) -> None:
+        self._encoder = encoder
+        self._max_seq_len = max_seq_len
+
+    def prepare(self, row: dict[str, Any], chat: Conversation) -> PreparedChat | str:
+        """Tokenize one chat, or say by a key of `DROP_REASONS` why it gives no sample."""
+        last = chat.last_answer
+        if last is None:
+            return "no_assistant_turn"
+        if _is_blank(chat.messages[last]):
+            return "empty_completion"
+        try:
+            recorded = self._join(row, chat)
+            encoded = EncodedChat([recorded]) if recorded else self._encode(row, chat, last)
+        except RecursionError:
+            return "too_deep"
+        except (TemplateError, ValueError, KeyError, TypeError, AttributeError):
+            return "template_error"
+        if not encoded.samples:
+            return next(iter(encoded.lost))
+        return self._fit(chat, encoded, last, is_recorded=recorded is not None)
+
+    def _join(self, row: dict[str, Any], chat: Conversation) -> ChatSample | None:
+        return self._encoder.join_completion(
+            chat.messages, row.get("completion_ids"), tools=chat.tools, thinking=chat.thinking
+        )
+
+    def _encode(self, row: dict[str, Any], chat: Conversation, last: int) -> EncodedChat:
+        return self._encoder.encode(
+            chat.messages[: last + 1],
+            tools=chat.tools,
+            thinking=chat.thinking,
+            is_cut_off=row.get("finish_reason") == "length",
+        )
+
+    def _fit(
+        self, chat: Conversation, encoded: EncodedChat, last: int, *, is_recorded: bool
+    ) -> PreparedChat | str:
+        altered = {
+            "split": len(encoded.samples) > 1,
+            "turns_unsupervised": bool(encoded.lost),
+            "respelled": encoded.respelled > 0,
+            "trailing_messages": last + 1 < len(chat.messages),
+        }
+        kept: list[ChatSample] = []
+        lost: Counter[str] = Counter()
+        for sample in encoded.samples:
+            fitted, change = fit_sample(sample, self._max_seq_len)
+            if fitted is None:
+                lost[change] += 1
+                continue
+            kept.append(fitted)
+            if change:
+                altered[change] = True
+        if not kept:
+            return next(iter(lost))
+        altered["samples_lost"] = bool(lost)
+        return PreparedChat(
+            chat,
+            tuple(kept),
+            tuple(name for name, happened in altered.items() if happened),
+            encoded.lost,
+            lost,
+            is_recorded,
+        )
+
+
+def fit_sample(sample: ChatSample, max_seq_len: int) -> tuple[ChatSample | None, str]:
+    """Cut a sample at the border of a turn, or inside its first answer where not even that is whole.
+
+    Returns:
+        The sample and what was altered (a key of `ALTER_REASONS`, or nothing); None and a key of
+        `DROP_REASONS` when nothing is left to learn from.
+    """
+    change = ""
+    if len(sample.input_ids) > max_seq_len:
+        whole = [turn for turn in sample.turns if turn.end <= max_seq_len]
+        if whole:
+            sample, change = ChatSample(sample.input_ids[: whole[-1].end], tuple(whole)), "later_turns_cut"
+        else:
+            first = sample.turns[0]
+            if first.start + 2 > max_seq_len:
+                return None, "too_long"
+            cut = Turn(first.message, first.start, max_seq_len)
+            sample, change = ChatSample(sample.input_ids[:max_seq_len], (cut,)), "answer_cut"
+    # An anchor needs a supervised successor and at least one token of context before it.
+    if not any(turn.end - max(turn.start, 1) >= 2 for turn in sample.turns):
+        return None, "no_anchor"
+    return sample, change
+
+
+def is_held_out(messages: Sequence[dict[str, Any]], ratio: float) -> bool:
+    """Whether a chat is held out: by a hash of its first question, so answers do not move it."""
+    digest = hashlib.sha256(split_key(list(messages))).digest()
+    return int.from_bytes(digest[:8], "big") < ratio * 2**64
 
 
 def run_prepare(args: argparse.Namespace) -> int:
     """Carry out `prepare`; returns the exit code.
 
     Raises:
-        ConfigError: flags, tokenizer, or an output directory with data files of someone else.
+        ConfigError: flags, tokenizer, or an output folder with data files of someone else or in use.
         DataError: the input is unreadable or holds no usable chat.
         DependencyError: pyarrow is missing.
     """
@@ -120,248 +183,178 @@ def run_prepare(args: argparse.Namespace) -> int:
     if not 0.0 <= args.held_out_ratio < 1.0:
         raise ConfigError(f"--held-out-ratio must be from 0 to below 1: {args.held_out_ratio}")
     tokenizer = get_tokenizer(args.target_model, needs_chat_template=True)
-    preparer = ChatPreparer(
-        tokenizer, stop_ids=stop_token_ids(args.target_model, tokenizer), max_seq_len=args.max_seq_len
+    encoder = ChatEncoder(
+        tokenizer, stop_ids=stop_token_ids(args.target_model, tokenizer), thinking=_thinking(args)
     )
-    _check_output(args.output)
-    args.output.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        train = stack.enter_context(_RowWriter(args.output / TRAIN_FILE))
-        held_out = None
-        if args.held_out_ratio:
-            held_out = stack.enter_context(_HeldOutWriter(args.output / HELD_OUT_DIR))
-        for row in preparer.prepare_all(read_chat_rows(args.input)):
-            if held_out is not None and is_held_out(row, args.held_out_ratio):
-                preparer.report.held_out += 1
-                held_out.write(row)
-            else:
-                preparer.report.train += 1
-                train.write(row)
-        if not preparer.report.train:
-            dropped = dict(preparer.report.dropped) or "nothing, it is empty"
-            raise DataError(f"no usable chat for training in {args.input}: dropped {dropped}")
-    summary = {
-        "source": args.input.name,
-        "max_seq_len": args.max_seq_len,
-        "held_out_ratio": args.held_out_ratio,
-        **preparer.report.as_dict(),
+    files = _input_files(args.input)
+    with locked_output(args.output):
+        staging = Staging(args.output, _identity(args, files))
+        if staging.finish_interrupted():
+            log.info("put the files of an earlier run in place that was cut off there; preparing anew")
+            staging = Staging(args.output, _identity(args, files))
+        if staging.open():
+            log.info("going on behind row %d of %s", staging.progress.row, files[staging.progress.file].name)
+        report = _read_all(staging, files, ChatPreparer(encoder, max_seq_len=args.max_seq_len), args)
+        if not report.train:
+            staging.discard()
+            raise DataError(
+                f"no usable chat for training in {args.input}: {report.render()}, "
+                f"held out {report.held_out}; first rows: {_first_places(report)}"
+            )
+        summary = {
+            "source": args.input.name,
+            "files": len(files),
+            "max_seq_len": args.max_seq_len,
+            "held_out_ratio": args.held_out_ratio,
+            "thinking": args.thinking,
+            **report.as_dict(),
+        }
+        staging.publish(summary)
+    short = {
+        **summary,
+        "dropped": dict(report.dropped),
+        "altered": dict(report.altered),
     }
-    _replace(args.output / REPORT, (json.dumps(summary, indent=1, ensure_ascii=False) + "\n").encode())
-    sys.stdout.write(json.dumps({key: value for key, value in summary.items() if key != "dropped"}) + "\n")
+    sys.stdout.write(json.dumps(short) + "\n")
     return 0
 
 
-class ChatPreparer:
-    """Turns chats into tokenized rows and keeps the report."""
-
-    def __init__(self, tokenizer: Any, *, stop_ids: frozenset[int], max_seq_len: int) -> None:
-        self.report = PrepareReport()
-        self._tokenizer = tokenizer
-        self._stop_ids = stop_ids
-        self._max_seq_len = max_seq_len
-        self._seen: set[bytes] = set()
-
-    def prepare_all(self, rows: Iterator[Any]) -> Iterator[PreparedRow]:
-        """Yield the usable rows, in order."""
-        report = self.report
-        for number, row in enumerate(rows, start=1):
-            report.rows += 1
-            outcome = self._prepare(row)
-            if isinstance(outcome, str):
-                report.drop(outcome, number, row)
-                continue
-            report.truncated += outcome.is_truncated
-            report.unsupervised_turns += outcome.unsupervised_turns
-            report.tokens += len(outcome.input_ids)
-            report.supervised_tokens += sum(outcome.loss_mask)
-            report.domains[outcome.domain or "(none)"] += 1
-            yield outcome
-
-    def _prepare(self, row: Any) -> PreparedRow | str:
-        messages = _messages_of(row)
-        if isinstance(messages, str):
-            return messages
-        digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).digest()
-        if digest in self._seen:
-            return "duplicate"
-        self._seen.add(digest)
-        last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
-        try:
-            chat = self._encode(row, messages)
-        except (TemplateError, ValueError, KeyError, TypeError):
-            return "template_error"
-        if chat is None:
-            return "not_in_template"
-        sample = parse_row(
-            {"input_ids": chat.input_ids, "loss_mask": chat.loss_mask},
-            max_seq_len=self._max_seq_len,
-            vocab_size=sys.maxsize,
-        )
-        if isinstance(sample, str):
-            return sample
-        domain = row.get("domain")
-        return PreparedRow(
-            id=str(row.get("id", digest.hex()[:16])),
-            domain=domain if isinstance(domain, str) else None,
-            input_ids=chat.input_ids[: self._max_seq_len],
-            loss_mask=chat.loss_mask[: self._max_seq_len],
-            prompt=messages[:last],
-            is_truncated=len(chat.input_ids) > self._max_seq_len,
-            unsupervised_turns=chat.unsupervised_turns,
-        )
-
-    def _encode(self, row: dict[str, Any], messages: list[dict[str, str]]) -> EncodedChat | None:
-        recorded = join_completion(
-            self._tokenizer, messages, row.get("completion_ids"), stop_ids=self._stop_ids
-        )
-        if recorded is not None:
-            self.report.from_completion_ids += 1
-            return recorded
-        is_cut_off = row.get("finish_reason") == "length"
-        return encode_chat(self._tokenizer, messages, stop_ids=self._stop_ids, is_cut_off=is_cut_off)
+def _read_all(
+    staging: Staging, files: Sequence[Path], preparer: ChatPreparer, args: argparse.Namespace
+) -> PrepareReport:
+    report, progress = staging.report, staging.progress
+    pace = _Pace(report)
+    for row in _rows_from(staging, files):
+        report.rows += 1
+        outcome = row.fault or _prepare_row(staging, preparer, row)
+        if isinstance(outcome, str):
+            report.drop(outcome, row)
+        else:
+            _keep(staging, row, outcome, args.held_out_ratio)
+        progress.row = row.number
+        if pace.is_commit_due():
+            staging.commit()
+        pace.tell(files[progress.file].name)
+    staging.commit()
+    log.info("%s; %d samples for training, %d held out", report.render(), report.train, report.held_out)
+    return report
 
 
-def is_held_out(row: PreparedRow, ratio: float) -> bool:
-    """Whether a chat belongs to the held-out part: by a hash of what was asked, so answers do not move it."""
-    digest = hashlib.sha256(json.dumps(row.prompt, sort_keys=True).encode()).digest()
-    return int.from_bytes(digest[:8], "big") < ratio * 2**64
+def _rows_from(staging: Staging, files: Sequence[Path]) -> Iterator[SourceRow]:
+    progress = staging.progress
+    for index in range(progress.file, len(files)):
+        if index != progress.file:
+            progress.file, progress.row = index, 0
+        yield from read_rows(files[index], skip=progress.row, columns=CHAT_COLUMNS)
 
 
-def read_chat_rows(path: Path) -> Iterator[Any]:
-    """Yield rows of a JSONL or Parquet file; a broken JSONL line is None."""
-    if path.suffix == ".parquet":
-        return _read_parquet(path)
-    return read_json_lines(path)
-
-
-def _messages_of(row: Any) -> list[dict[str, str]] | str:
-    if not isinstance(row, dict):
-        return "bad_json"
-    messages: Any = row.get("messages")
-    if messages is None and isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
-        messages = [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": row["completion"]},
-        ]
-    fault = find_message_fault(messages)
-    if fault is not None:
-        return fault
-    turns = [{"role": message["role"], "content": message["content"]} for message in messages]
-    spoken = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-    if not spoken:
-        return "no_assistant_turn"
-    return turns if spoken[-1].strip() else "empty_completion"
-
-
-def _read_parquet(path: Path) -> Iterator[Any]:
-    pa, pq = _import_pyarrow()
+def _prepare_row(staging: Staging, preparer: ChatPreparer, row: SourceRow) -> PreparedChat | str:
     try:
-        for batch in pq.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"cannot read: {path}: {error}") from error
+        chat = parse_conversation(row.value)
+    except RecursionError:
+        return "too_deep"
+    if isinstance(chat, str):
+        return chat
+    if not staging.add_digest(chat.digest):
+        return "duplicate"
+    return preparer.prepare(row.value, chat)
 
 
-def _import_pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise DependencyError("prepare needs pyarrow: pip install 'dflash-supervisor[data]'") from error
-    return pa, pq
+def _keep(staging: Staging, row: SourceRow, kept: PreparedChat, ratio: float) -> None:
+    report, chat = staging.report, kept.conversation
+    report.kept += 1
+    report.from_completion_ids += kept.is_recorded
+    report.lost_turns.update(kept.lost_turns)
+    report.lost_samples.update(kept.lost_samples)
+    report.count_domain(chat.domain)
+    for reason in kept.altered:
+        report.alter(reason, row)
+    held_out = is_held_out(chat.messages, ratio)
+    for number, sample in enumerate(kept.samples, start=1):
+        mask = np.asarray(sample.loss_mask, dtype=np.int8)
+        name = chat.id if len(kept.samples) == 1 else f"{chat.id}#{number}"
+        prepared = PreparedSample(name, chat.domain, np.asarray(sample.input_ids, dtype=np.int32), mask)
+        staging.write(prepared, is_held_out=held_out)
+        report.tokens += len(mask)
+        report.supervised_tokens += int(mask.sum())
+    if held_out:
+        report.held_out += len(kept.samples)
+        staging.write_prompt(_as_prompt(chat, kept.samples[-1].turns[-1].message))
+    else:
+        report.train += len(kept.samples)
 
 
-class _RowWriter:
-    """Writes rows to one Parquet file, in groups; the file appears under its name only when complete."""
+def _as_prompt(chat: Conversation, answer: int) -> dict[str, Any]:
+    entry: dict[str, Any] = {"id": chat.id, "domain": chat.domain, "messages": chat.messages[:answer]}
+    if chat.tools:
+        entry["tools"] = chat.tools
+    if chat.thinking is not None:
+        entry["thinking"] = chat.thinking
+    return entry
 
-    def __init__(self, path: Path) -> None:
-        pa, pq = _import_pyarrow()
-        self._pa = pa
-        self._path = path
-        self._temporary = path.with_name(path.name + ".tmp")
-        self._rows: list[PreparedRow] = []
-        self._schema = pa.schema(
-            [
-                ("id", pa.string()),
-                ("domain", pa.string()),
-                ("input_ids", pa.list_(pa.int32())),
-                ("loss_mask", pa.list_(pa.int8())),
-            ]
+
+class _Pace:
+    """When to make progress durable and when to speak of it."""
+
+    def __init__(self, report: PrepareReport) -> None:
+        self._report = report
+        self._first_rows = report.rows
+        self._started = self._committed = self._told = time.monotonic()
+        self._committed_tokens = report.tokens
+
+    def is_commit_due(self) -> bool:
+        now = time.monotonic()
+        is_due = (
+            self._report.tokens - self._committed_tokens >= COMMIT_TOKENS
+            or now - self._committed >= COMMIT_SECONDS
         )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._writer = pq.ParquetWriter(self._temporary, self._schema, compression="zstd")
+        if is_due:
+            self._committed, self._committed_tokens = now, self._report.tokens
+        return is_due
 
-    def __enter__(self) -> _RowWriter:
-        return self
-
-    def write(self, row: PreparedRow) -> None:
-        """Add one row."""
-        self._rows.append(row)
-        if len(self._rows) >= ROWS_PER_GROUP:
-            self._flush()
-
-    def __exit__(self, kind: object, *_rest: object) -> None:
-        if kind is None:
-            self._flush()
-        self._writer.close()
-        if kind is not None:
-            self._temporary.unlink()
+    def tell(self, name: str) -> None:
+        now = time.monotonic()
+        if now - self._told < PROGRESS_SECONDS:
             return
-        _sync(self._temporary)
-        self._temporary.replace(self._path)
-
-    def _flush(self) -> None:
-        columns = {name: [getattr(row, name) for row in self._rows] for name in self._schema.names}
-        self._writer.write_table(self._pa.table(columns, schema=self._schema))
-        self._rows.clear()
+        self._told = now
+        rate = (self._report.rows - self._first_rows) / (now - self._started)
+        log.info("in %s, %.0f rows/s: %s", name, rate, self._report.render())
 
 
-class _HeldOutWriter:
-    """The held-out rows: tokenized, and as prompts for the evaluator."""
-
-    def __init__(self, directory: Path) -> None:
-        self._rows = _RowWriter(directory / "held_out.parquet")
-        self._prompts_path = directory / "prompts.jsonl"
-        self._prompts: list[str] = []
-
-    def __enter__(self) -> _HeldOutWriter:
-        return self
-
-    def write(self, row: PreparedRow) -> None:
-        """Add one row to both files."""
-        self._rows.write(row)
-        entry = {"id": row.id, "domain": row.domain, "messages": row.prompt}
-        self._prompts.append(json.dumps(entry, ensure_ascii=False) + "\n")
-
-    def __exit__(self, kind: object, *rest: object) -> None:
-        self._rows.__exit__(kind, *rest)
-        if kind is None:
-            _replace(self._prompts_path, "".join(self._prompts).encode())
+def _input_files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise DataError(f"cannot read: {path}: No such file or directory")
+    return list_data_files(path) if path.is_dir() else [path]
 
 
-def _check_output(directory: Path) -> None:
-    if not directory.exists():
-        return
-    if not directory.is_dir():
-        raise ConfigError(f"--output is not a directory: {directory}")
-    foreign = [
-        path.name for path in directory.iterdir() if path.suffix in SUFFIXES and path.name != TRAIN_FILE
+def _thinking(args: argparse.Namespace) -> bool | None:
+    return None if args.thinking == "template" else args.thinking == "on"
+
+
+def _identity(args: argparse.Namespace, files: Sequence[Path]) -> dict[str, Any]:
+    """What must be the same for a run to go on where another one was killed."""
+    digest = hashlib.sha256()
+    for name in (*TOKENIZER_FILES, "chat_template.jinja", "generation_config.json", "config.json"):
+        path = args.target_model / name
+        digest.update(name.encode() + (path.read_bytes() if path.is_file() else b""))
+    return {
+        "format": FORMAT,
+        "max_seq_len": args.max_seq_len,
+        "held_out_ratio": args.held_out_ratio,
+        "thinking": args.thinking,
+        "tokenizer": digest.hexdigest(),
+        "files": [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+    }
+
+
+def _is_blank(message: dict[str, Any]) -> bool:
+    return not message["content"].strip() and not message.get("tool_calls")
+
+
+def _first_places(report: PrepareReport) -> str:
+    places = [
+        f"{shown[0]['file']}:{shown[0]['row']} {reason}"
+        for reason, shown in report.examples.items()
+        if reason in report.dropped
     ]
-    if foreign:
-        names = ", ".join(sorted(foreign)[:5])
-        raise ConfigError(f"--output holds data files that training would read too: {directory}: {names}")
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content)
-    _sync(temporary)
-    temporary.replace(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return ", ".join(places[:5]) or "none"

@@ -1,4 +1,4 @@
-"""Prompt files: JSONL rows `{"id", "domain", "prompt"}`, or `messages` in place of `prompt`.
+"""Prompt files: rows `{"id", "domain", "prompt"}`, or `messages` in place of `prompt`, JSONL or tables.
 
 Called by `generate` and by the evaluator. Bad rows are skipped and counted by reason; a file without one good
 row is a `DataError`. Must not know tokenizers or models.
@@ -9,13 +9,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.data.chat import find_message_fault
+from trainer.data.conversations import CHAT_REASONS, find_id, parse_conversation
+from trainer.data.sources import READ_REASONS, read_rows
 from trainer.errors import DataError
+
+PROMPT_REASONS = {
+    **READ_REASONS,
+    **CHAT_REASONS,
+    "no_prompt": "neither messages nor a prompt that is not blank",
+    "ends_with_assistant": "the assistant has spoken last, so nothing is left to answer",
+    "duplicate_id": "an earlier row has the same id",
+}
+"""Why a row is no prompt, and what that means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +34,11 @@ class Prompt:
 
     id: str
     domain: str | None
-    messages: tuple[Mapping[str, str], ...]
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    """function schemas for the template"""
+    thinking: bool | None = None
+    """the template's thinking switch as the row wants it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +57,8 @@ def read_prompts(path: Path | str) -> PromptFile:
     """
     prompts: dict[str, Prompt] = {}
     skipped: Counter[str] = Counter()
-    for row in read_json_lines(Path(path)):
-        outcome = _parse_prompt(row)
+    for row in read_rows(Path(path)):
+        outcome = row.fault or _parse_prompt(row.value)
         if isinstance(outcome, str):
             skipped[outcome] += 1
         elif outcome.id in prompts:
@@ -56,41 +70,19 @@ def read_prompts(path: Path | str) -> PromptFile:
     return PromptFile(tuple(prompts.values()), skipped)
 
 
-def read_json_lines(path: Path) -> Iterator[Any]:
-    """Yield each non-blank line's value, None for a line that is not JSON.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    try:
-        with path.open("rb") as stream:
-            for line in stream:
-                if line.strip():
-                    try:
-                        yield json.loads(line)
-                    except ValueError:
-                        yield None
-    except OSError as error:
-        raise DataError(f"cannot read: {path}: {error.strerror or error}") from error
-
-
-def _parse_prompt(row: Any) -> Prompt | str:
-    if not isinstance(row, dict):
-        return "bad_json"
-    text = row.get("prompt")
-    if "messages" in row:
-        messages = row["messages"]
-    elif isinstance(text, str) and text.strip():
-        messages = [{"role": "user", "content": text}]
-    else:
-        return "no_prompt"
-    fault = find_message_fault(messages)
-    if fault is not None:
-        return fault
-    if messages[-1]["role"] == "assistant":
+def _parse_prompt(row: dict[str, Any]) -> Prompt | str:
+    if "messages" not in row:
+        text = row.get("prompt")
+        if not isinstance(text, list) and not (isinstance(text, str) and text.strip()):
+            return "no_prompt"
+        row = {**row, "messages": text if isinstance(text, list) else [{"role": "user", "content": text}]}
+    chat = parse_conversation(row)
+    if isinstance(chat, str):
+        return chat
+    if chat.messages[-1]["role"] == "assistant":
         return "ends_with_assistant"
-    domain = row.get("domain")
-    identity = row.get("id")
-    if not isinstance(identity, str | int) or isinstance(identity, bool):
-        identity = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
-    return Prompt(str(identity), domain if isinstance(domain, str) else None, tuple(messages))
+    # Without an id of its own a row gets one by its content, the same each time.
+    spelled = json.dumps(chat.messages, sort_keys=True)
+    identity = find_id(row) or hashlib.sha256(spelled.encode()).hexdigest()[:16]
+    tools = tuple(chat.tools) if chat.tools else None
+    return Prompt(identity, chat.domain, tuple(chat.messages), tools, chat.thinking)

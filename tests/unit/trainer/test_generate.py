@@ -161,7 +161,7 @@ def test_bad_prompt_rows_are_skipped_and_counted(model_dir, tmp_path, capsys):
 
     summary = json.loads(capsys.readouterr().out)
     assert [row["id"] for row in rows] == ["g"]
-    assert summary["skipped"] == {"no_prompt": 2, "duplicate_id": 1, "ends_with_assistant": 1, "bad_json": 1}
+    assert summary["skipped"] == {"no_prompt": 2, "duplicate_id": 1, "bad_role_order": 1, "not_an_object": 1}
     assert summary["written"] == 1
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from tests.support.tiny import END_ID, tiny_target, tiny_tokenizer
 from trainer.arguments import add_prepare_arguments
-from trainer.data.chat import encode_chat, encode_prompt
+from trainer.data.chat import ChatSample, Turn, encode_prompt
 from trainer.data.corpus import Corpus
-from trainer.data.prepare import DROP_REASONS, run_prepare
+from trainer.data.prepare import fit_sample, run_prepare
+from trainer.data.prepare_report import ALTER_REASONS, DROP_REASONS
 from trainer.data.prompts import read_prompts
 from trainer.errors import ConfigError, DataError
 
@@ -32,92 +33,20 @@ def model_dir(tmp_path_factory):
 def prepare(model_dir, folder, rows, *extra: str) -> dict:
     source = folder / "chats.jsonl"
     source.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return prepare_files(model_dir, source, folder / "out", *extra)
+
+
+def prepare_files(model_dir, source, output, *extra: str) -> dict:
     parser = argparse.ArgumentParser()
     add_prepare_arguments(parser)
-    arguments = [
-        "--target-model",
-        str(model_dir),
-        "--input",
-        str(source),
-        "--output",
-        str(folder / "out"),
-        *extra,
-    ]
-    assert run_prepare(parser.parse_args(arguments)) == 0
-    return json.loads((folder / "out" / "report.json").read_text())
+    places = ["--target-model", str(model_dir), "--input", str(source), "--output", str(output)]
+    assert run_prepare(parser.parse_args([*places, *extra])) == 0
+    return json.loads((output / "report.json").read_text())
 
 
 def chat(question: str, answer: str, **fields: object) -> dict:
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": turns, **fields}
-
-
-def spoken(tokenizer, encoded) -> str:
-    pairs = zip(encoded.input_ids, encoded.loss_mask, strict=True)
-    return tokenizer.decode([token for token, flag in pairs if flag])
-
-
-def test_mask_covers_the_answer_and_its_end_of_turn_but_not_the_line_break_behind_it():
-    tokenizer = tiny_tokenizer()
-
-    encoded = encode_chat(tokenizer, GOOD["messages"], stop_ids={END_ID})
-
-    assert spoken(tokenizer, encoded) == "good day<|im_end|>"
-    assert tokenizer.decode(encoded.input_ids).endswith("good day<|im_end|>\n")
-    assert encoded.loss_mask[-1] == 0
-
-
-def test_what_comes_before_the_mask_is_exactly_the_prompt_of_inference():
-    tokenizer = tiny_tokenizer()
-
-    encoded = encode_chat(tokenizer, GOOD["messages"], stop_ids={END_ID})
-
-    first = encoded.loss_mask.index(1)
-    assert encoded.input_ids[:first] == encode_prompt(tokenizer, GOOD["messages"][:1])
-
-
-def test_every_assistant_turn_is_supervised_and_no_other():
-    tokenizer = tiny_tokenizer()
-    messages = [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "one"},
-        {"role": "assistant", "content": "two"},
-        {"role": "user", "content": "three"},
-        {"role": "assistant", "content": "four"},
-    ]
-
-    encoded = encode_chat(tokenizer, messages, stop_ids={END_ID})
-
-    assert spoken(tokenizer, encoded) == "two<|im_end|>four<|im_end|>"
-    assert encoded.unsupervised_turns == 0
-
-
-def test_a_completion_cut_off_by_length_does_not_teach_the_end_of_turn():
-    tokenizer = tiny_tokenizer()
-
-    encoded = encode_chat(tokenizer, GOOD["messages"], stop_ids={END_ID}, is_cut_off=True)
-
-    assert spoken(tokenizer, encoded) == "good day"
-
-
-def test_a_turn_that_the_template_rewrites_later_is_not_supervised():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-        "{% if m['role'] == 'assistant' and not loop.last %}short{% else %}{{ m['content'] }}{% endif %}"
-        "<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    messages = [
-        *GOOD["messages"],
-        {"role": "user", "content": "more"},
-        {"role": "assistant", "content": "yes"},
-    ]
-
-    encoded = encode_chat(tokenizer, messages, stop_ids={END_ID})
-
-    assert spoken(tokenizer, encoded) == "yes<|im_end|>"
-    assert encoded.unsupervised_turns == 1
 
 
 def test_output_is_a_corpus_that_training_can_read(model_dir, tmp_path):
@@ -138,8 +67,9 @@ def test_output_is_a_corpus_that_training_can_read(model_dir, tmp_path):
 def test_every_bad_row_is_dropped_with_its_reason_and_the_good_one_stays(model_dir, tmp_path):
     bad = {
         "bad_json": "{oops",
+        "not_an_object": "[]",
         "no_messages": {"id": 1},
-        "bad_message": {"messages": [{"role": "narrator", "content": "x"}]},
+        "bad_message": {"messages": [{"role": "user"}]},
         "no_assistant_turn": {"messages": [{"role": "user", "content": "hi"}]},
         "empty_completion": chat("hi", "  "),
         "duplicate": GOOD,
@@ -162,23 +92,129 @@ def test_a_message_whose_content_is_no_text_is_dropped(model_dir, tmp_path, cont
     report = prepare(model_dir, tmp_path, [GOOD, row, 7, [], None])
 
     assert report["dropped"]["bad_message"]["count"] == 1
-    assert report["dropped"]["bad_json"]["count"] == 3
+    assert report["dropped"]["not_an_object"]["count"] == 3
+
+
+def sample_of(*turns, length):
+    return ChatSample(list(range(length)), tuple(Turn(2 * n + 1, *span) for n, span in enumerate(turns)))
+
+
+@pytest.mark.parametrize(
+    ("turns", "limit", "kept", "change"),
+    [
+        (((2, 6), (8, 12)), 12, ((2, 6), (8, 12)), ""),
+        (((2, 6), (8, 12)), 11, ((2, 6),), "later_turns_cut"),
+        (((2, 6), (8, 12)), 6, ((2, 6),), "later_turns_cut"),
+        (((2, 6), (8, 12)), 5, ((2, 5),), "answer_cut"),
+        (((2, 6), (8, 12)), 4, ((2, 4),), "answer_cut"),
+        (((2, 6), (8, 12)), 3, None, "too_long"),
+        (((11, 12),), 12, None, "no_anchor"),
+        (((0, 2),), 12, None, "no_anchor"),
+        (((0, 3),), 12, ((0, 3),), ""),
+    ],
+)
+def test_a_sample_is_cut_at_the_border_of_a_turn_and_else_inside_the_first(turns, limit, kept, change):
+    fitted, reason = fit_sample(sample_of(*turns, length=12), limit)
+
+    assert reason == change
+    assert (fitted and tuple((turn.start, turn.end) for turn in fitted.turns)) == kept
+    if fitted:
+        assert len(fitted.input_ids) == len(fitted.loss_mask) <= limit
+        assert change in ("", "answer_cut") or len(fitted.input_ids) == fitted.turns[-1].end
 
 
 def test_a_prompt_longer_than_the_limit_leaves_nothing_to_learn(model_dir, tmp_path):
     report = prepare(model_dir, tmp_path, [GOOD, chat("x" * 80, "never seen")], "--max-seq-len", "60")
 
-    assert report["dropped"]["no_supervised_token"]["count"] == 1
+    assert report["dropped"]["too_long"]["count"] == 1
     assert report["train"] == 1
 
 
 def test_a_long_answer_is_cut_and_counted(model_dir, tmp_path):
     report = prepare(model_dir, tmp_path, [chat("hi", "y" * 200)], "--max-seq-len", "64")
 
-    assert report["truncated"] == 1
-    assert pq.read_table(tmp_path / "out" / "train.parquet")["input_ids"].to_pylist()[0][-1] == (
+    assert report["altered"]["answer_cut"]["count"] == 1
+    assert pq.read_table(tmp_path / "out" / "train-00000.parquet")["input_ids"].to_pylist()[0][-1] == (
         tiny_tokenizer().convert_tokens_to_ids("y")
     )
+
+
+def test_a_chat_whose_history_is_rewritten_becomes_several_samples(tmp_path):
+    model = tiny_target(tmp_path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "m['content']", "(m['content'] if loop.last or m['role'] != 'assistant' else 'gone')"
+    )
+    tokenizer.save_pretrained(model)
+    turns = [*GOOD["messages"], {"role": "user", "content": "more"}, {"role": "assistant", "content": "no"}]
+
+    report = prepare(model, tmp_path, [{"id": "x", "messages": turns}])
+
+    table = pq.read_table(tmp_path / "out" / "train-00000.parquet").to_pylist()
+    assert [row["id"] for row in table] == ["x#1", "x#2"]
+    assert [
+        tokenizer.decode([t for t, m in zip(row["input_ids"], row["loss_mask"], strict=True) if m])
+        for row in table
+    ] == ["good day<|im_end|>", "no<|im_end|>"]
+    assert (report["kept"], report["train"], report["altered"]["split"]["count"]) == (1, 2, 1)
+
+
+def test_what_is_altered_is_counted_with_examples_and_meaning(model_dir, tmp_path):
+    trailing = {"messages": [*chat("a", "yes")["messages"], {"role": "user", "content": "thanks"}]}
+    blank = chat("b", "\n")["messages"] + chat("c", "no")["messages"]
+
+    report = prepare(model_dir, tmp_path, [trailing, {"messages": blank}, chat("d", "Yes")])
+
+    assert {reason: entry["count"] for reason, entry in report["altered"].items()} == {
+        "respelled": 1,
+        "trailing_messages": 1,
+        "turns_unsupervised": 1,
+    }
+    assert report["lost_turns"] == {"empty_turn": 1}
+    for reason, entry in report["altered"].items():
+        assert entry["meaning"] == ALTER_REASONS[reason]
+    assert report["altered"]["trailing_messages"]["examples"] == [
+        {"file": "chats.jsonl", "row": 1, "start": json.dumps(trailing)[:120]}
+    ]
+
+
+def test_five_examples_of_a_reason_are_kept_and_name_file_and_row(model_dir, tmp_path):
+    report = prepare(model_dir, tmp_path, [GOOD, *[{"text": f"no {n}"} for n in range(9)]])
+
+    examples = report["dropped"]["no_messages"]["examples"]
+    assert [(entry["file"], entry["row"]) for entry in examples] == [("chats.jsonl", n) for n in range(2, 7)]
+    assert examples[0]["start"] == '{"text": "no 0"}'
+
+
+def test_duplicates_are_found_after_normalisation(model_dir, tmp_path):
+    rows = [GOOD, chat(" hello there\r\n", "good day "), chat("hello there", "good  day")]
+
+    report = prepare(model_dir, tmp_path, rows)
+
+    assert report["dropped"]["duplicate"]["count"] == 1
+    assert report["train"] == 2
+
+
+def test_added_rows_leave_the_others_on_their_side_and_no_question_is_on_both(model_dir, tmp_path):
+    rows = [chat(f"question {n}", "yes it is", id=f"r{n}") for n in range(40)]
+    longer = [
+        {"messages": [*row["messages"], *chat("and why?", f"since {n}")["messages"]], "id": f"l{n}"}
+        for n, row in enumerate(rows)
+    ]
+    spelled = [chat(f" QUESTION  {n}", "it is", id=f"s{n}") for n in range(40)]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    prepare(model_dir, tmp_path / "a", rows, "--held-out-ratio", "0.3")
+    prepare(model_dir, tmp_path / "b", [*longer, *spelled, *rows], "--held-out-ratio", "0.3")
+
+    def held(name):
+        return set(
+            pq.read_table(tmp_path / name / "out" / "held_out" / "held_out-00000.parquet")["id"].to_pylist()
+        )
+
+    numbers = {identity[1:] for identity in held("a")}
+    assert 0 < len(numbers) < 40
+    assert held("b") == {kind + number for kind in "rls" for number in numbers}
 
 
 def test_held_out_rows_stand_apart_and_do_not_depend_on_the_answers(model_dir, tmp_path):
@@ -196,7 +232,7 @@ def test_held_out_rows_stand_apart_and_do_not_depend_on_the_answers(model_dir, t
     again = [
         prompt.id for prompt in read_prompts(tmp_path / "b" / "out" / "held_out" / "prompts.jsonl").prompts
     ]
-    trained = pq.read_table(tmp_path / "a" / "out" / "train.parquet")["id"].to_pylist()
+    trained = pq.read_table(tmp_path / "a" / "out" / "train-00000.parquet")["id"].to_pylist()
     assert held == again
     assert 0 < len(held) < 40
     assert sorted(held + trained) == sorted(f"r{n}" for n in range(60))
@@ -204,29 +240,121 @@ def test_held_out_rows_stand_apart_and_do_not_depend_on_the_answers(model_dir, t
     assert len(Corpus.open(tmp_path / "a" / "out", max_seq_len=512, vocab_size=97)) == len(trained)
 
 
-def test_parquet_chats_are_read_too(model_dir, tmp_path):
-    pq.write_table(pa.Table.from_pylist([GOOD]), tmp_path / "chats.parquet")
-    parser = argparse.ArgumentParser()
-    add_prepare_arguments(parser)
+def as_parquet(folder, rows):
+    pq.write_table(pa.Table.from_pylist(rows), folder / "chats.parquet", row_group_size=2)
 
-    run_prepare(
-        parser.parse_args(
-            [
-                "--target-model",
-                str(model_dir),
-                "--input",
-                str(tmp_path / "chats.parquet"),
-                "--output",
-                str(tmp_path / "o"),
-            ]
-        )
+
+def as_arrow_file(folder, rows):
+    table = pa.Table.from_pylist(rows)
+    with pa.OSFile(str(folder / "chats.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+def as_data_set_folder(folder, rows):
+    """As data set libraries save one: stream files, a list of them, and a cache beside."""
+    table = pa.Table.from_pylist(rows)
+    parts = {"data-00000-of-00002.arrow": table.slice(0, 2), "data-00001-of-00002.arrow": table.slice(2)}
+    for name, part in {**parts, "cache-1f.arrow": table}.items():
+        with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, part.schema) as writer:
+            writer.write_table(part)
+    listed = [{"filename": name} for name in parts]
+    (folder / "state.json").write_text(json.dumps({"_data_files": listed}))
+
+
+def as_folder_of_jsonl(folder, rows):
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\r\n" for row in rows[:2]))
+    (folder / "b.jsonl").write_text("\ufeff" + "\n\n".join(json.dumps(row) for row in rows[2:]))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [as_parquet, as_arrow_file, as_data_set_folder, as_folder_of_jsonl],
+    ids=lambda write: write.__name__,
+)
+def test_every_format_gives_the_same_samples(model_dir, tmp_path, write):
+    rows = [chat(f"question {n}", f"answer {n}", id=f"r{n}", domain="d") for n in range(5)]
+    prepare(model_dir, tmp_path, rows)
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in", rows)
+
+    report = prepare_files(model_dir, tmp_path / "in", tmp_path / "other")
+
+    assert report["kept"] == report["rows"] == 5
+    first, other = (pq.read_table(tmp_path / name / "train-00000.parquet") for name in ("out", "other"))
+    assert first == other
+
+
+SHAPES = {
+    "conversations": {
+        "conversations": [{"from": "human", "value": "hello there"}, {"from": "gpt", "value": "good day"}]
+    },
+    "conversations with roles": {"conversations": GOOD["messages"]},
+    "prompt and completion": {"prompt": "hello there", "completion": "good day"},
+    "prompt and completion as messages": {
+        "prompt": GOOD["messages"][:1],
+        "completion": GOOD["messages"][1:],
+    },
+    "text parts": chat([{"type": "text", "text": "hello "}, {"type": "text", "text": "there"}], "good day"),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_of_a_row_gives_the_same_tokens(model_dir, tmp_path, shape):
+    prepare(model_dir, tmp_path, [SHAPES[shape]])
+    shaped = pq.read_table(tmp_path / "out" / "train-00000.parquet")
+
+    prepare(model_dir, tmp_path, [GOOD])
+
+    assert shaped.column("input_ids") == pq.read_table(tmp_path / "out" / "train-00000.parquet").column(
+        "input_ids"
     )
 
-    assert pq.read_table(tmp_path / "o" / "train.parquet").num_rows == 1
+
+def test_a_system_column_and_tool_roles_of_sharegpt_are_read(model_dir, tmp_path):
+    row = {
+        "system": "be brief",
+        "conversations": [
+            {"from": "human", "value": "look it up"},
+            {"from": "gpt", "value": "wait"},
+            {"from": "observation", "value": "found"},
+            {"from": "gpt", "value": "found it"},
+        ],
+    }
+
+    prepare(model_dir, tmp_path, [row])
+
+    ids = pq.read_table(tmp_path / "out" / "train-00000.parquet")["input_ids"].to_pylist()[0]
+    text = tiny_tokenizer().decode(ids)
+    assert text.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nlook it up")
+    assert "<|im_start|>tool\nfound<|im_end|>" in text
+
+
+def test_tools_of_a_table_reach_the_template_without_the_fields_that_tables_fill(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{{ tools | length }}{{ (tools | tojson) | length }}\n" + tokenizer.chat_template
+    )
+    model = tiny_target(tmp_path)
+    tokenizer.save_pretrained(model)
+    tools = [
+        [{"type": "function", "function": {"name": "aa", "parameters": {"x": "1"}}}],
+        [{"type": "function", "function": {"name": "bb", "parameters": {"y": "1"}}}],
+    ]
+    rows = [chat(f"q{n}", "yes", tools=tool) for n, tool in enumerate(tools)]
+    as_parquet(tmp_path, rows)
+    prepare_files(model, tmp_path / "chats.parquet", tmp_path / "table")
+    prepare(model, tmp_path, [{**row, "tools": json.dumps(row["tools"])} for row in rows])
+
+    table, lines = (
+        pq.read_table(tmp_path / name / "train-00000.parquet")["input_ids"].to_pylist()
+        for name in ("table", "out")
+    )
+    assert table == lines
+    assert tokenizer.decode(table[0]).startswith(f"1{len(json.dumps(tools[0]))}\n")
 
 
 def test_nothing_usable_is_an_error_and_leaves_no_half_file(model_dir, tmp_path):
-    with pytest.raises(DataError, match=r"no usable chat for training.*no_messages"):
+    with pytest.raises(DataError, match=r"no usable chat for training.*no_messages 1.*chats\.jsonl:1 no_"):
         prepare(model_dir, tmp_path, [{"text": "x"}])
 
     assert list((tmp_path / "out").iterdir()) == []
@@ -237,7 +365,7 @@ def test_a_second_run_replaces_its_own_files(model_dir, tmp_path):
     report = prepare(model_dir, tmp_path, [GOOD])
 
     assert report["train"] == 1
-    assert pq.read_table(tmp_path / "out" / "train.parquet").num_rows == 1
+    assert pq.read_table(tmp_path / "out" / "train-00000.parquet").num_rows == 1
 
 
 def test_an_output_with_data_of_someone_else_is_refused(model_dir, tmp_path):

@@ -36,7 +36,7 @@ def test_a_prompt_without_id_gets_the_same_one_each_time(tmp_path):
     ("row", "reason"),
     [
         ("{", "bad_json"),
-        ([1], "bad_json"),
+        ([1], "not_an_object"),
         ({"id": "x"}, "no_prompt"),
         ({"prompt": 3}, "no_prompt"),
         ({"prompt": " \n"}, "no_prompt"),
