@@ -1,6 +1,6 @@
 """Golden properties 19 to 25 for every objective: soft labels, mixed loss, D-PACE weights.
 
-The plain reference here spells everything out: full logits, autograd, and a loop over blocks and offsets.
+The reference is `tests.support.plain_loss`: full logits, autograd, and a loop over blocks and offsets.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import kl_div
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.plain_loss import GAMMA, OBJECTIVES, PlainSums, plain_sums
 from tests.support.tiny_drafter import (
     MASK_ID,
     anchors_at,
@@ -29,7 +30,7 @@ from trainer.data.collate import collate
 from trainer.data.corpus import Sample
 from trainer.drafter.anchors import anchor_candidates, block_labels, pad_anchors, select_anchors
 from trainer.drafter.head import SoftLabels, head_losses
-from trainer.drafter.loss import block_hidden, microbatch_sums, teacher_rows
+from trainer.drafter.loss import microbatch_sums, teacher_rows
 from trainer.drafter.objective import DPACE, Objective, dpace_weights
 from trainer.errors import PipelineError
 from trainer.eval.speculative import frozen_ends, speculative_generate
@@ -37,15 +38,6 @@ from trainer.pipeline.messages import HiddenStates
 from trainer.pipeline.transfer import pick_rows
 from trainer.target.loader import load_target
 
-GAMMA = 4.0
-OBJECTIVES = {
-    "ce": Objective(),
-    "kl": Objective(soft_label_share=1.0),
-    "mixed": Objective(soft_label_share=0.3),
-    "dpace": Objective(weighting=DPACE),
-    "kl-dpace": Objective(soft_label_share=1.0, weighting=DPACE, dpace_alpha=0.2),
-    "mixed-dpace": Objective(soft_label_share=0.7, weighting=DPACE, dpace_alpha=0.0),
-}
 every_objective = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 
 
@@ -58,7 +50,7 @@ def test_golden_19_uniform_logits_have_the_loss_of_a_uniform_guess(objective: Ob
     anchors = select_anchors(tokens, 20, block_size=4, rng=np.random.default_rng(0))
 
     sums = _sums(make_drafter(), ends, _pack(tokens), anchors, objective)
-    weighed = _plain(make_drafter(), ends, _pack(tokens), anchors, objective)
+    weighed = plain_sums(make_drafter(), ends, _pack(tokens), anchors, objective)
 
     loss = math.log(97) * (1 - objective.soft_label_share)
     assert sums.numerator.item() == pytest.approx(loss * weighed.total_weight, rel=1e-5, abs=1e-6)
@@ -133,7 +125,7 @@ def test_golden_22_every_objective_equals_its_plain_reference(
     anchors = select_anchors(tokens, 30, block_size=4, rng=np.random.default_rng(0))
     drafters = make_drafter(), make_drafter()
 
-    plain = _plain(drafters[0], ends, _pack(tokens), anchors, objective)
+    plain = plain_sums(drafters[0], ends, _pack(tokens), anchors, objective)
     plain.numerator.backward()
     sums = _sums(drafters[1], ends, _pack(tokens), anchors, objective, chunk=chunk)
     sums.numerator.backward()
@@ -254,7 +246,7 @@ def test_golden_24_the_loss_uses_the_targets_own_distribution(greedy) -> None:
         logits.append(target.step(ids[None], target.new_cache(), ())[0])
 
     sums = _sums(drafter, ends, pack, anchors, OBJECTIVES["kl"])
-    plain = _plain(
+    plain = plain_sums(
         make_drafter(), ends, pack, anchors, OBJECTIVES["kl"], teacher=torch.cat(logits).log_softmax(dim=-1)
     )
 
@@ -307,6 +299,41 @@ def test_golden_25_the_divisor_is_the_number_of_blocks_with_weight() -> None:
     assert not sums.denominator.requires_grad
 
 
+@pytest.mark.parametrize(("share", "products"), [(None, 2), (1.0, 3), (0.3, 3)], ids=["ce", "kl", "mixed"])
+def test_full_logits_never_exist_and_no_product_is_formed_twice(share: float | None, products: int) -> None:
+    rows, vocabulary, chunk = 40, 97, 8
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, 64, generator=generator, requires_grad=True)
+    soft = None
+    if share is not None:
+        soft = SoftLabels(last_hidden_TD=torch.randn(9, 64), row_R=torch.arange(rows) % 9, share=share)
+
+    with _Watched() as watched:
+        result = head_losses(
+            hidden, torch.randn(vocabulary, 64), torch.arange(rows), chunk_rows=chunk, soft=soft
+        )
+        (result.loss_R * torch.rand(rows)).sum().backward()
+
+    logit_rows = chunk if soft is None else chunk // 2
+    assert watched.products == products * rows // logit_rows
+    assert watched.largest == max(logit_rows * vocabulary, vocabulary * 64, rows * 64)
+
+
+class _Watched(TorchDispatchMode):
+    """Counts matrix products and remembers the largest result of any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        if isinstance(out, torch.Tensor):
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4),
@@ -326,7 +353,7 @@ def test_objectives_equal_their_reference_on_any_pack(
     ends, choice = make_ends(logit_softcap=softcap), OBJECTIVES[objective]
     drafters = [make_drafter(num_hidden_layers=1, block_size=size) for _ in range(2)]
 
-    plain = _plain(drafters[0], ends, _pack(tokens), anchors, choice)
+    plain = plain_sums(drafters[0], ends, _pack(tokens), anchors, choice)
     plain.numerator.backward()
     sums = _sums(drafters[1], ends, _pack(tokens), anchors, choice, chunk=chunk)
     sums.numerator.backward()
@@ -334,49 +361,7 @@ def test_objectives_equal_their_reference_on_any_pack(
     _assert_equal(sums, plain, *drafters)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plain:
-    numerator: torch.Tensor
-    denominator: float
-    total_weight: float
-
-
-def _plain(drafter, ends, pack, anchors, objective, *, teacher=None) -> _Plain:
-    """Full logits, the written formulas, one position after the other."""
-    size = drafter.config.block_size
-    labels = block_labels(pack.tokens, anchors, block_size=size, gamma=GAMMA)
-    hidden = block_hidden(drafter, ends, pack, anchors, attention="dense")
-    student = _plain_logits(hidden, ends).log_softmax(dim=-1).view(len(anchors), size, -1)
-    if teacher is None:
-        teacher = _plain_logits(pack.last_hidden_TD, ends).log_softmax(dim=-1)
-    numerator = torch.zeros((), requires_grad=True) * 1.0
-    share, total, blocks = objective.soft_label_share, 0.0, 0
-    for block, anchor in enumerate(anchors.position_A.tolist()):
-        reached = [k for k in range(1, size) if labels.mask_AK[block, k]]
-        blocks += bool(reached)
-        hard = [-student[block, k, labels.labels_AK[block, k]] for k in reached]
-        weights = _plain_weights(objective, reached, [math.exp(-loss.item()) for loss in hard])
-        for k, loss, weight in zip(reached, hard, weights, strict=True):
-            soft = kl_div(student[block, k], teacher[anchor + k - 1], reduction="sum", log_target=True)
-            numerator = numerator + weight * (share * soft + (1 - share) * loss)
-            total += weight
-    return _Plain(numerator, float(blocks) if objective.weighting == DPACE else total, total)
-
-
-def _plain_weights(objective: Objective, reached: list[int], q: list[float]) -> list[float]:
-    if objective.weighting != DPACE:
-        return [math.exp(-(k - 1) / GAMMA) for k in reached]
-    smooth = [(1 - objective.dpace_alpha) * value + objective.dpace_alpha for value in q]
-    return [sum(math.prod(smooth[: m + 1]) for m in range(j, len(q))) for j in range(len(q))]
-
-
-def _plain_logits(hidden, ends) -> torch.Tensor:
-    logits = hidden @ ends.head_weight_VD.T
-    cap = ends.logit_softcap
-    return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-def _assert_equal(sums, plain: _Plain, wanted, got) -> None:
+def _assert_equal(sums, plain: PlainSums, wanted, got) -> None:
     assert sums.numerator.item() == pytest.approx(plain.numerator.item(), rel=2e-5, abs=1e-5)
     assert sums.denominator.item() == pytest.approx(plain.denominator, rel=1e-5)
     for (name, theirs), mine in zip(wanted.named_parameters(), got.parameters(), strict=True):
