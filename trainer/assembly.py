@@ -7,6 +7,7 @@ training logic: that is the workers'.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.lineage import total_steps_after
 from trainer.checkpoint.state import ConsumedPacks
 from trainer.config import TrainConfig, config_hash
 from trainer.data.buckets import bucket_edges
@@ -26,6 +28,7 @@ from trainer.drafter.model import Drafter, build_drafter
 from trainer.drafter.shape import drafter_config
 from trainer.drafter.worker import DrafterWorker, StepHooks, StepPlan
 from trainer.optim.adamw import AdamWSettings, MasterAdamW
+from trainer.optim.replicas import ReplicaGroup
 from trainer.pipeline.devices import available_bytes, cpu_threads, pick_attention, pick_dtype, worker_names
 from trainer.pipeline.messages import BatchPlanItem
 from trainer.pipeline.queues import FeedQueue, HiddenStatesQueue
@@ -40,6 +43,15 @@ from trainer.target.worker import TargetWorker
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """One copy of the drafter with what it trains against, all on one device."""
+
+    drafter: Drafter
+    ends: FrozenEnds
+    optimizer: MasterAdamW
+
+
 @dataclass(slots=True)
 class Parts:
     """What the loading phases build, in the order in which they build it."""
@@ -48,9 +60,8 @@ class Parts:
     sampler: PackSampler
     targets: tuple[Target, ...]
     """one replica per target worker"""
-    drafter: Drafter
-    ends: FrozenEnds
-    optimizer: MasterAdamW
+    replicas: tuple[Replica, ...]
+    """one per drafter worker; equal to the last bit at every step"""
     consumed: ConsumedPacks
     plan: StepPlan
     attention: str
@@ -61,6 +72,16 @@ class Parts:
     def target(self) -> Target:
         """The first replica: the one that evaluations use, and whose facts hold for all."""
         return self.targets[0]
+
+    @property
+    def drafter(self) -> Drafter:
+        """The first replica: the one that is saved, exported and evaluated."""
+        return self.replicas[0].drafter
+
+    @property
+    def optimizer(self) -> MasterAdamW:
+        """The first replica's."""
+        return self.replicas[0].optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,25 +118,19 @@ def load_parts(config: TrainConfig, *, enter: Callable[[str], None]) -> Parts:
     for place, device in enumerate(config.devices.targets(), start=1):
         enter("target" if place == 1 else f"target, replica {place}")
         targets.append(_load_target(config, device))
-    target = targets[0]
     enter("drafter")
-    drafter = _build_drafter(config, target)
+    replicas = tuple(_build_replica(config, targets[0], device) for device in config.devices.drafters())
     sampler, plan = _plan_packs(config, corpus)
     return Parts(
         corpus=corpus,
         sampler=sampler,
         targets=tuple(targets),
-        drafter=drafter,
-        ends=FrozenEnds(
-            embed_weight_VD=target.embed_weight_VD.detach().to(drafter.device, drafter.dtype),
-            head_weight_VD=target.head_weight_VD.detach().to(drafter.device, drafter.dtype),
-            embed_scale=target.info.embed_scale,
-            logit_softcap=target.info.logit_softcap,
-        ),
-        optimizer=MasterAdamW(drafter.named_parameters(), AdamWSettings.from_config(config.optim)),
+        replicas=replicas,
         consumed=ConsumedPacks(plan.packs_per_epoch, config.optim.epochs),
         plan=plan,
-        attention=pick_attention(config.loss.attention, str(drafter.device), may_compile=config.loss.compile),
+        attention=pick_attention(
+            config.loss.attention, str(replicas[0].drafter.device), may_compile=config.loss.compile
+        ),
     )
 
 
@@ -139,8 +154,21 @@ def _load_target(config: TrainConfig, device: str) -> Target:
     return target
 
 
-def _build_drafter(config: TrainConfig, target: Target) -> Drafter:
-    device = config.devices.drafters()[0]
+def _build_replica(config: TrainConfig, target: Target, device: str) -> Replica:
+    drafter = _build_drafter(config, target, device)
+    return Replica(
+        drafter=drafter,
+        ends=FrozenEnds(
+            embed_weight_VD=target.embed_weight_VD.detach().to(drafter.device, drafter.dtype),
+            head_weight_VD=target.head_weight_VD.detach().to(drafter.device, drafter.dtype),
+            embed_scale=target.info.embed_scale,
+            logit_softcap=target.info.logit_softcap,
+        ),
+        optimizer=MasterAdamW(drafter.named_parameters(), AdamWSettings.from_config(config.optim)),
+    )
+
+
+def _build_drafter(config: TrainConfig, target: Target, device: str) -> Drafter:
     shape = drafter_config(target.info, config.drafter, target_layer_ids=config.target.target_layer_ids)
     dtype = pick_dtype(config.devices.drafter_dtype, device)
     split_fc = config.drafter.split_fc_layers
@@ -172,13 +200,34 @@ def _plan_packs(config: TrainConfig, corpus: Corpus) -> tuple[PackSampler, StepP
     )
     packs = len(sampler.plan(0))
     total_packs = packs * optim.epochs
-    total_steps = -(-total_packs // (optim.grad_accum * len(config.devices.drafters())))
-    return sampler, StepPlan(
-        first_step=0,
-        total_steps=min(total_steps, optim.max_steps) if optim.max_steps else total_steps,
-        total_packs=total_packs,
-        packs_per_epoch=packs,
-        tokens=0,
+    fresh = StepPlan(first_step=0, total_steps=0, total_packs=total_packs, packs_per_epoch=packs, tokens=0)
+    return sampler, plan_steps(config, fresh, step=0, packs_done=0, tokens=0)
+
+
+def plan_steps(config: TrainConfig, plan: StepPlan, *, step: int, packs_done: int, tokens: int) -> StepPlan:
+    """Return the plan from a step on, whatever number of drafters made the steps before it.
+
+    Args:
+        config: of this run.
+        plan: any plan of the same packs.
+        step: optimizer steps done.
+        packs_done: packs that went into them.
+        tokens: tokens that went into them.
+    """
+    packs_per_step = config.optim.grad_accum * len(config.devices.drafters())
+    return dataclasses.replace(
+        plan,
+        first_step=step,
+        total_steps=total_steps_after(
+            step,
+            consumed=packs_done,
+            total_packs=plan.total_packs,
+            packs_per_step=packs_per_step,
+            max_steps=config.optim.max_steps,
+        ),
+        tokens=tokens,
+        first_packs=packs_done,
+        schedule_shift=packs_done // packs_per_step - step,
     )
 
 
@@ -212,6 +261,7 @@ def open_lines(config: TrainConfig, parts: Parts, board: Board) -> Lines:
             max_depth=config.queue.hs_max_depth,
             max_bytes=config.queue.hs_max_bytes or available_bytes() * 2 // 5,
             producers=len(config.devices.targets()),
+            consumers=len(config.devices.drafters()),
             seed=config.optim.seed,
             ordered=config.queue.ordered,
         ),
@@ -273,7 +323,7 @@ def _build_target_worker(
     )
 
 
-def build_drafter_worker(
+def build_drafter_workers(
     config: TrainConfig,
     parts: Parts,
     lines: Lines,
@@ -281,30 +331,55 @@ def build_drafter_worker(
     *,
     targets: Sequence[TargetWorker],
     hooks: StepHooks,
+) -> tuple[DrafterWorker, ...]:
+    """Build each drafter thread's work; the first one leads and calls the hooks."""
+    group = ReplicaGroup(board, worker_names("drafter", config.devices.drafters()))
+    return tuple(
+        _build_drafter_worker(
+            config, parts, lines, board, group=group, number=number, targets=targets, hooks=hooks
+        )
+        for number in range(len(parts.replicas))
+    )
+
+
+def _build_drafter_worker(
+    config: TrainConfig,
+    parts: Parts,
+    lines: Lines,
+    board: Board,
+    *,
+    group: ReplicaGroup,
+    number: int,
+    targets: Sequence[TargetWorker],
+    hooks: StepHooks,
 ) -> DrafterWorker:
-    """Build the thread's work on the drafter's device."""
+    replica = parts.replicas[number]
 
     def threads() -> int:
         # with cached hidden states the targets idle from the second epoch on
         return cpu_threads(config, is_alone=all(target.is_cached for target in targets))
 
     return DrafterWorker(
-        name=worker_names("drafter", config.devices.drafters())[0],
-        drafter=parts.drafter,
-        ends=parts.ends,
-        optimizer=parts.optimizer,
+        name=group.names[number],
+        drafter=replica.drafter,
+        ends=replica.ends,
+        optimizer=replica.optimizer,
         receiver=open_receiver(
             lines.hidden_states,
             board=board,
             pool=lines.pool,
-            device=parts.drafter.device,
+            device=replica.drafter.device,
             shape=lines.slot_shape,
             dtype=parts.target.dtype,
+            consumer=number,
         ),
         board=board,
+        group=group,
+        replica=number,
         config=config,
         plan=parts.plan,
         attention=parts.attention,
         hooks=hooks,
-        cpu_threads=threads if config.target.cache_features_bytes else None,
+        # replicas must compute alike to the last bit, so none of them changes its threads on its own
+        cpu_threads=threads if config.target.cache_features_bytes and group.is_alone else None,
     )

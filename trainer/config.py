@@ -350,14 +350,13 @@ SECTIONS: Mapping[str, type[Section]] = typing.get_type_hints(TrainConfig)
 
 
 def _check_devices(config: TrainConfig) -> None:
-    targets, drafters = config.devices.targets(), config.devices.drafters()
+    targets = config.devices.targets()
+    config.devices.drafters()
     if config.queue.ordered and len(targets) > 1:
         raise ConfigError(
             f"queue.ordered needs exactly one target worker: --target-gpus names {len(targets)}; "
             "name one device or set queue.ordered to false"
         )
-    if len(drafters) > 1:
-        raise ConfigError(f"--drafter-gpus takes one device in this version: {len(drafters)} given; name one")
 
 
 def _check_paths(config: TrainConfig) -> None:

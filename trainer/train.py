@@ -21,13 +21,14 @@ import torch
 from trainer.assembly import (
     Lines,
     Parts,
-    build_drafter_worker,
+    build_drafter_workers,
     build_target_workers,
     load_parts,
     open_lines,
+    plan_steps,
     run_identity,
 )
-from trainer.checkpoint.lineage import StartPoint, choose_start, resume_record, total_steps_after
+from trainer.checkpoint.lineage import StartPoint, choose_start, resume_record
 from trainer.checkpoint.saver import RunFacts, Saver
 from trainer.checkpoint.state import compare, read_record, read_state
 from trainer.checkpoint.store import CheckpointStore
@@ -45,7 +46,7 @@ from trainer.lifecycle.heartbeat import StatusFile
 from trainer.lifecycle.runfolder import describe_code, hold_output, write_json, write_run_record
 from trainer.lifecycle.signals import SignalCounter, StoppedEarlyError
 from trainer.lifecycle.stopping import StopWatch
-from trainer.pipeline.devices import check_devices, on_device
+from trainer.pipeline.devices import check_devices
 from trainer.pipeline.records import connect_sources
 from trainer.pipeline.workers import Board, WorkerGroup
 from trainer.target.worker import TargetWorker
@@ -181,7 +182,9 @@ class Trainer:
         """Load the state, after comparing what it belongs to with this run."""
         state = read_state(state_dir)
         parts.consumed.load(state.tensors)
-        parts.plan = self._plan_after(parts, state.step, state.tokens)
+        parts.plan = plan_steps(
+            self.config, parts.plan, step=state.step, packs_done=parts.consumed.count(), tokens=state.tokens
+        )
         self._identity["plan"]["total_steps"] = parts.plan.total_steps
         differences = compare(state.meta, self._identity)
         for line in differences:
@@ -190,7 +193,8 @@ class Trainer:
             self._resolved.run_dir / "resume.json",
             resume_record(start, state.step, differences, is_ordered=self.config.queue.ordered),
         )
-        parts.optimizer.load_state_tensors(state.tensors)
+        for replica in parts.replicas:
+            replica.optimizer.load_state_tensors(state.tensors)
         self._status.checkpoint_saved(state.step, state_dir, start.saved_at())
         _LOG.info(
             "resumed from %s: step %d, %d packs consumed%s",
@@ -200,21 +204,6 @@ class Trainer:
             f"; skipped {len(start.skipped)} damaged" if start.skipped else "",
         )
         return parts.plan
-
-    def _plan_after(self, parts: Parts, step: int, tokens: int) -> StepPlan:
-        optim, plan = self.config.optim, parts.plan
-        return dataclasses.replace(
-            plan,
-            first_step=step,
-            tokens=tokens,
-            total_steps=total_steps_after(
-                step,
-                consumed=parts.consumed.count(),
-                total_packs=plan.total_packs,
-                packs_per_step=optim.grad_accum * len(self.config.devices.drafters()),
-                max_steps=optim.max_steps,
-            ),
-        )
 
     def _open_saver(self, parts: Parts, start: StartPoint) -> Saver:
         config = self.config.checkpoint
@@ -268,17 +257,18 @@ class Trainer:
             board=board,
         )
         targets = build_target_workers(config, parts, lines, board)
-        drafter_worker = build_drafter_worker(
+        drafters = build_drafter_workers(
             config, parts, lines, board, targets=targets, hooks=self._hooks(parts, lines)
         )
-        self._worker = drafter_worker
-        self._connect_sources(lines, targets, drafter_worker, parts)
-        self._warm_up(targets, drafter_worker)
+        self._worker = drafters[0]
+        self._connect_sources(lines, targets, drafters, parts)
+        self._warm_up(targets, drafters)
         group = WorkerGroup(board)
         group.add("feeder", feeder.run)
         for worker in targets:
             group.add(worker.name, worker.run)
-        group.add(drafter_worker.name, drafter_worker.run)
+        for drafter in drafters:
+            group.add(drafter.name, drafter.run)
         self._leave_if_stopped()
         self._status.set_phase("filling", f"until {config.queue.hs_min_ready} packs wait")
         group.start()
@@ -293,7 +283,7 @@ class Trainer:
             at_end=functools.partial(self._at_end, close=lines.hidden_states.close),
         )
 
-    def _warm_up(self, targets: Sequence[TargetWorker], drafter: DrafterWorker) -> None:
+    def _warm_up(self, targets: Sequence[TargetWorker], drafters: Sequence[DrafterWorker]) -> None:
         """On CUDA, run the largest pack of each bucket once, largest first, while memory is free.
 
         Every worker does it here, in the main thread and on the default stream that it will use itself.
@@ -307,7 +297,7 @@ class Trainer:
             self._status.set_phase("compiling", f"bucket {item.bucket}, {len(item.sample_ids)} samples")
             with self._board.quiet("warm-up"):
                 pack, *_ = [worker.compute(item) for worker in targets]
-                with on_device(parts.drafter.device):
+                for drafter in drafters:
                     drafter.warm_up(pack)
             _LOG.info("warmed up bucket %d in %.1f s", item.bucket, time.monotonic() - started_s)
 
@@ -329,7 +319,11 @@ class Trainer:
         group.raise_first()
 
     def _connect_sources(
-        self, lines: Lines, targets: Sequence[TargetWorker], drafter: DrafterWorker, parts: Parts
+        self,
+        lines: Lines,
+        targets: Sequence[TargetWorker],
+        drafters: Sequence[DrafterWorker],
+        parts: Parts,
     ) -> None:
         """Tell the reporter where the parts of a line come from, and what is known before the first step."""
         connect_sources(
@@ -339,9 +333,9 @@ class Trainer:
             edges=parts.sampler.edges,
             token_budget=self.config.data.token_budget,
             targets=targets,
-            drafters=[drafter],
+            drafters=drafters,
             devices=list(dict.fromkeys((*self.config.devices.targets(), *self.config.devices.drafters()))),
-            tokens=lambda: drafter.tokens,
+            tokens=lambda: drafters[0].tokens,
             checkpoint=lambda: self._saver.take_record() if self._saver else {},
         )
         self._reporter.prime(

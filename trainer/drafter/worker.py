@@ -1,8 +1,9 @@
 """The drafter worker: one thread per drafter device, from hidden states to optimizer steps.
 
 Started by `trainer.train` through `pipeline.workers`. Owns the step loop, the interval metrics and the record
-of consumed packs' callbacks; what happens between steps (checkpoint, evaluation) is handed in. The steady
-step never reads a device value on the host. Must not know the target.
+of consumed packs' callbacks; what happens between steps (checkpoint, evaluation) is handed in. Several
+workers make one step together (`optim.replicas`); the first of them leads: it alone reports and calls the
+hooks. The steady step never reads a device value on the host. Must not know the target.
 
 Dimension suffixes: as in `drafter.loss`.
 """
@@ -11,9 +12,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +29,9 @@ from trainer.drafter.noise import noise_sigma, pack_seed
 from trainer.drafter.objective import Objective
 from trainer.errors import NonFiniteError
 from trainer.optim.adamw import MasterAdamW
+from trainer.optim.replicas import ReplicaGroup, StepResult, StepShare
 from trainer.optim.schedule import learning_rate
+from trainer.pipeline.devices import on_device
 from trainer.pipeline.messages import FeaturePack
 from trainer.pipeline.timers import DeferredScalars, WorkerStats
 from trainer.pipeline.transfer import Receiver
@@ -37,16 +40,25 @@ from trainer.telemetry.metrics import IntervalReport
 
 _LOG = logging.getLogger(__name__)
 
+CHECKSUM_EVERY = 100
+"""Optimizer steps between two comparisons of the replicas' parameters."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Where the run stands in its plan and how long it is."""
+    """Where the run stands in its plan and how long it is.
+
+    `schedule_shift` is added to the step where learning rate and noise are concerned: a run that goes on with
+    another number of drafters has other steps, and its schedule goes on where the packs stand.
+    """
 
     first_step: int
     total_steps: int
     total_packs: int
     packs_per_epoch: int
     tokens: int
+    first_packs: int = 0
+    schedule_shift: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +77,21 @@ class StepHooks:
     at_end: Callable[[int], None]
 
 
+class StepTotals(NamedTuple):
+    """Whole numbers of one step that are known on the host."""
+
+    tokens: int = 0
+    rows: int = 0
+    blocks: int = 0
+    supervised: int = 0
+
+    def __add__(self, other: tuple[int, ...]) -> StepTotals:  # type: ignore[override]
+        return StepTotals(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
 @dataclass(slots=True, kw_only=True)
 class _Interval:
-    """Sums since the last report; the tensors stay on the device."""
+    """Sums over all replicas since the last report; the tensors stay on the device."""
 
     numerator: Tensor
     denominator: Tensor
@@ -96,6 +120,8 @@ class DrafterWorker:
     """Trains one replica of the drafter.
 
     Args:
+        group: of all replicas.
+        replica: this one's number in it; 0 leads.
         cpu_threads: asked before each step for the torch threads of this worker; None leaves them alone.
     """
 
@@ -108,6 +134,8 @@ class DrafterWorker:
         optimizer: MasterAdamW,
         receiver: Receiver,
         board: Board,
+        group: ReplicaGroup,
+        replica: int,
         config: TrainConfig,
         plan: StepPlan,
         attention: str,
@@ -124,13 +152,18 @@ class DrafterWorker:
         self._optimizer = optimizer
         self._receiver = receiver
         self._board = board
+        self._group = group
+        self._replica = replica
         self._config = config
         self._plan = plan
         self._attention = attention
         self._objective = Objective.from_config(config.loss)
         self._hooks = hooks
         self._cpu_threads = cpu_threads
-        self._packs_done = plan.total_packs
+        self._packs_done = plan.first_packs
+        self._counts = self._no_counts()
+        """right predictions of the present step"""
+        self._checksum: DeferredScalars | None = None
         self._interval = self._new_interval()
         self._pending: _Pending | None = None
         self._used: Mapping[str, float] = {}
@@ -147,21 +180,29 @@ class DrafterWorker:
         """Step until the plan is done, the packs run out, or a stop is asked for."""
         if self._drafter.device.type == "cuda":
             torch.cuda.set_device(self._drafter.device)
-        while self.step < self._plan.total_steps and not self._board.stop.is_set():
+        every = self._config.checkpoint.every
+        self._prove_equal()
+        while self.step < self._plan.total_steps and self._goes_on():
             started_s = time.monotonic()
             if not self.train_step():
                 break
             self.step_seconds = time.monotonic() - started_s
-            self._hooks.after_step(self.step)
-        self._flush_report()
-        self._hooks.at_end(self.step)
+            if every and self.step % every == 0:
+                self._prove_equal()
+            if self._is_lead:
+                self._hooks.after_step(self.step)
+        self._prove_equal()
+        if self._is_lead:
+            self._flush_report()
+            self._hooks.at_end(self.step)
 
     def warm_up(self, pack: FeaturePack) -> None:
         """Run one micro-batch and throw its gradients away: kernels get compiled, the allocator grows."""
-        self._accumulate(pack)
-        self._optimizer.discard()
-        if self._drafter.device.type == "cuda":
-            torch.cuda.synchronize(self._drafter.device)  # host sync: errors must show here, not later
+        with on_device(self._drafter.device):
+            self._accumulate(pack)
+            self._optimizer.discard()
+            if self._drafter.device.type == "cuda":
+                torch.cuda.synchronize()  # host sync: errors must show here, not later
         self.timers.clear()
 
     def train_step(self) -> bool:
@@ -171,6 +212,7 @@ class DrafterWorker:
             torch.set_num_threads(self._cpu_threads())
         # fetch and accumulate: gradients of the loss numerators, summed over the micro-batches
         used: list[FeaturePack] = []
+        sums = StepTotals()
         while len(used) < config.grad_accum:
             with self.timers.wait("wait_hidden_states"):
                 pack = self._receiver.next(stop_empties=not used)
@@ -180,12 +222,22 @@ class DrafterWorker:
                 self._has_begun = True
                 self._hooks.first_pack()
             with self.stats.working():
-                self._microbatch(pack)
+                sums += self._microbatch(pack)
             used.append(pack)
-        # the last step of the plan may be short; one that a stop cut short is dropped and repeated later
-        if not used or (len(used) < config.grad_accum and self._board.stop.is_set()):
+
+        # meet the other replicas: a step that a stop cut short is dropped, the last of the plan may be short
+        result = self._group.close_step(self._replica, self._share(used, sums))
+        if not result.is_applied:
             self._optimizer.discard()
+            self._counts = self._no_counts()
             return False
+
+        # sum over the replicas; one that had no pack brings zeros
+        with self.timers.stage("all_reduce"):
+            self._group.sum_tensors(
+                self._replica, [*self._optimizer.pending_sums(), *_tensors_of(self._counts)]
+            )
+        self._add_to_interval(result)
 
         # divide by the weight of the whole step, check, clip, update: all on the device
         lr = self._lr()
@@ -193,20 +245,47 @@ class DrafterWorker:
             self._optimizer.step(lr)
         self._used = {"lr": lr, "noise_sigma": self._sigma()}
         self.step += 1
-        for pack in used:
-            self._hooks.consumed(pack.epoch, pack.pack_id)
+        self._start_checksum_if_due()
 
         # log every N steps: values start their way to the host now and are read once they have arrived
         self._board.beat(self.name)
-        self._report_if_arrived()
-        if self.step % self._config.telemetry.log_every == 0:
-            self._start_report(epoch=used[-1].epoch)
+        if self._is_lead:
+            for epoch, pack_id in result.packs:
+                self._hooks.consumed(epoch, pack_id)
+            self._report_if_arrived()
+            if self.step % self._config.telemetry.log_every == 0:
+                self._start_report(epoch=result.packs[-1][0])
         return True
 
-    def _microbatch(self, pack: FeaturePack) -> None:
+    @property
+    def _is_lead(self) -> bool:
+        return self._replica == 0
+
+    def _goes_on(self) -> bool:
+        return self._group.agree_to_go_on(self._replica, wants_stop=self._board.stop.is_set())
+
+    def _share(self, used: Sequence[FeaturePack], sums: StepTotals) -> StepShare:
+        return StepShare(
+            packs=tuple((pack.epoch, pack.pack_id) for pack in used),
+            counts=tuple(sums),
+            is_short=len(used) < self._config.optim.grad_accum,
+            wants_stop=self._board.stop.is_set(),
+            checksum=self._take_checksum(),
+        )
+
+    def _microbatch(self, pack: FeaturePack) -> StepTotals:
         sums = self._accumulate(pack)
         self._receiver.done(pack)
-        self._count(pack, sums)
+        self._counts = self._counts + sums.counts
+        length = int(pack.tokens.input_ids_T.numel())
+        self.stats.add(length)
+        self._board.beat(self.name)
+        return StepTotals(
+            tokens=length,
+            rows=sums.rows,
+            blocks=sums.blocks,
+            supervised=int(pack.tokens.loss_mask_T.sum()),  # on the CPU: no sync
+        )
 
     def _accumulate(self, pack: FeaturePack) -> StepSums:
         loss, seed = self._config.loss, self._config.optim.seed
@@ -233,28 +312,46 @@ class DrafterWorker:
             self._optimizer.accumulate(sums.numerator, sums.denominator)
         return sums
 
-    def _count(self, pack: FeaturePack, sums: StepSums) -> None:
-        length = int(pack.tokens.input_ids_T.numel())
-        self.tokens += length
-        self.stats.add(length)
-        self._board.beat(self.name)
-        interval = self._interval
-        interval.numerator += sums.numerator.detach()
-        interval.denominator += sums.denominator
-        interval.counts = interval.counts + sums.counts
-        interval.rows += sums.rows
-        interval.blocks += sums.blocks
-        interval.packs += 1
-        interval.tokens += length
-        interval.supervised += int(pack.tokens.loss_mask_T.sum())  # on the CPU: no sync
-        self._recent_packs.append(f"{pack.epoch}:{pack.pack_id}")
+    def _add_to_interval(self, result: StepResult) -> None:
+        interval, totals = self._interval, StepTotals(*result.counts)
+        numerator, denominator = self._optimizer.loss_sums
+        interval.numerator += numerator
+        interval.denominator += denominator
+        interval.counts = interval.counts + self._counts
+        self._counts = self._no_counts()
+        interval.rows += totals.rows
+        interval.blocks += totals.blocks
+        interval.packs += len(result.packs)
+        interval.tokens += totals.tokens
+        interval.supervised += totals.supervised
+        self.tokens += totals.tokens
+        self._packs_done += len(result.packs)
+        self._recent_packs += [f"{epoch}:{pack_id}" for epoch, pack_id in result.packs]
         del self._recent_packs[:-64]
+
+    def _prove_equal(self) -> None:
+        if not self._group.is_alone:
+            # host sync: before the first step and at checkpoints, where the parameters are read anyway
+            self._group.compare(self._replica, int(self._optimizer.checksum().item()))
+
+    def _start_checksum_if_due(self) -> None:
+        if not self._group.is_alone and self.step % CHECKSUM_EVERY == 0:
+            self._checksum = DeferredScalars({"checksum": self._optimizer.checksum()})
+
+    def _take_checksum(self) -> int | None:
+        """Return what the former step started; the device has passed it before this step's own work."""
+        pending, self._checksum = self._checksum, None
+        return None if pending is None else int(pending.read()["checksum"])
+
+    def _no_counts(self) -> BlockCounts:
+        return BlockCounts.zeros(self._config.drafter.block_size, self._drafter.device)
 
     def _lr(self) -> float:
         config = self._config.optim
+        shift = self._plan.schedule_shift
         return learning_rate(
-            self.step,
-            total_steps=self._plan.total_steps,
+            self.step + shift,
+            total_steps=self._plan.total_steps + shift,
             peak=config.lr,
             warmup_ratio=config.warmup_ratio,
             shape=config.schedule,
@@ -262,15 +359,20 @@ class DrafterWorker:
         )
 
     def _sigma(self) -> float:
-        loss = self._config.loss
-        return noise_sigma(self.step, self._plan.total_steps, start=loss.noise_start, end=loss.noise_end)
+        loss, shift = self._config.loss, self._plan.schedule_shift
+        return noise_sigma(
+            self.step + shift,
+            self._plan.total_steps + shift,
+            start=loss.noise_start,
+            end=loss.noise_end,
+        )
 
     def _new_interval(self) -> _Interval:
         device = self._drafter.device
         return _Interval(
             numerator=torch.zeros((), device=device),
             denominator=torch.zeros((), device=device),
-            counts=BlockCounts.zeros(self._config.drafter.block_size, device),
+            counts=self._no_counts(),
             started_s=time.monotonic(),
         )
 
@@ -281,7 +383,6 @@ class DrafterWorker:
         rate = interval.tokens / max(time.monotonic() - interval.started_s, 1e-9)
         before = self._tokens_per_s_ema
         self._tokens_per_s_ema = rate if before is None else 0.8 * before + 0.2 * rate
-        packs_done = min(self.step * self._config.optim.grad_accum, self._plan.total_packs)
         self._pending = _Pending(
             step=self.step,
             tokens=self.tokens,
@@ -296,7 +397,7 @@ class DrafterWorker:
             ),
             counts=DeferredCounts(interval.counts),
             train={
-                "epoch": round(packs_done / self._plan.packs_per_epoch, 4),
+                "epoch": round(self._packs_done / self._plan.packs_per_epoch, 4),
                 "plan_epoch": epoch,
                 "total_steps": self._plan.total_steps,
                 **self._used,
@@ -360,3 +461,7 @@ class DrafterWorker:
                 f"(limit {limit}, optim.max_nonfinite_steps) by step {step}; parameters were left alone, "
                 "the last checkpoint is good: lower --lr or look at the packs named above"
             )
+
+
+def _tensors_of(counts: BlockCounts) -> list[Tensor]:
+    return [counts.correct_K, counts.supervised_K, counts.prefix_correct_K, counts.complete_blocks]

@@ -97,6 +97,24 @@ class MasterAdamW:
         self._numerator += numerator.detach()
         self._denominator += denominator.detach()
 
+    @property
+    def loss_sums(self) -> tuple[Tensor, Tensor]:
+        """Loss numerator and denominator of the present step, on the device."""
+        return self._numerator, self._denominator
+
+    def pending_sums(self) -> list[Tensor]:
+        """Return everything that is summed over replicas before a step: gradients, numerator, denominator."""
+        return [*self._gradients.values(), self._numerator, self._denominator]
+
+    @torch.no_grad()
+    def checksum(self) -> Tensor:
+        """Return a whole number (0-dim int64, 52 bits) that follows from every bit of the masters."""
+        total = torch.zeros((), dtype=torch.int64, device=self._numerator.device)
+        for place, master in enumerate(self._masters.values()):
+            # odd factors, so that exchanged tensors do not cancel out; the sum wraps round
+            total += master.view(torch.int32).sum(dtype=torch.int64) * (2 * place + 0x9E3779B1)
+        return total & ((1 << 52) - 1)
+
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Apply the summed gradients once and start a new sum.

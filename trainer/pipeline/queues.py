@@ -84,7 +84,10 @@ class FeedQueue(Generic[PlanT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSnapshot:
-    """State of the hidden-states queue at one moment; ratios are shares of the wall time since the start."""
+    """State of the hidden-states queue at one moment.
+
+    Seconds are summed over the threads that waited; ratios are shares of their wall time since the start.
+    """
 
     depth: int
     buckets: tuple[int, ...]
@@ -103,12 +106,14 @@ class HiddenStatesQueue(Generic[ItemT]):
     `put` waits at `max_depth` or the byte cap; `get` waits until `min_ready` items are there, unless the
     producers are done or the run stops. Among the non-empty buckets, `get` draws with probability
     proportional to the packs that the plan still holds for each bucket; inside a bucket the order is kept.
-    Ordered mode is one FIFO.
+    Ordered mode is one FIFO. Several consumers take turns, so that each gets as many items as the others:
+    they train one model in common steps, and a step must not end with one of them too far ahead.
 
     Args:
         buckets: number of length buckets.
         max_bytes: no sum of `nbytes` above this is ever held.
         producers: number of `producer_done` calls after which the queue drains.
+        consumers: how many take turns at `get`.
     """
 
     def __init__(
@@ -121,6 +126,7 @@ class HiddenStatesQueue(Generic[ItemT]):
         max_bytes: int,
         producers: int,
         seed: int,
+        consumers: int = 1,
         ordered: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -130,7 +136,10 @@ class HiddenStatesQueue(Generic[ItemT]):
         self._min_ready = min_ready
         self._max_depth = max_depth
         self._max_bytes = max_bytes
-        self._producers = producers
+        self._producers = self._all_producers = producers
+        self._consumers = consumers
+        self._turn = 0
+        self._has_left = False
         self._ordered = ordered
         self._monotonic = monotonic
         self._rng = random.Random(seed)  # noqa: S311 - mixing of training data, not a secret
@@ -178,21 +187,23 @@ class HiddenStatesQueue(Generic[ItemT]):
             self._bytes += item.nbytes
             self._changed.notify_all()
 
-    def get(self, *, stop_empties: bool = False) -> ItemT | None:
+    def get(self, *, consumer: int = 0, stop_empties: bool = False) -> ItemT | None:
         """Take the next item; None when the queue is closed, or the producers are done and nothing is left.
 
         Args:
-            stop_empties: when the run stops, return None at once (for use between optimizer steps).
+            consumer: number of the caller; it waits for its turn.
+            stop_empties: when the run stops, return None at once (for use between optimizer steps). The
+                others then get None too instead of waiting for a turn that this consumer will not take.
         """
         with self._changed:
             waited_from = self._monotonic()
-            while not self._is_ready():
-                is_over = self._closed or self._is_drained()
-                if is_over or (stop_empties and self._board.stop.is_set()):
+            while not (self._is_ready() and self._turn == consumer):
+                if self._is_over(stop_empties=stop_empties):
                     self._get_blocked_s += self._monotonic() - waited_from
                     return None
                 self._board.check()
                 self._changed.wait(WAIT_S)
+            self._turn = (self._turn + 1) % self._consumers
             self._get_blocked_s += self._monotonic() - waited_from
             bucket = self._choose_bucket()
             _, item = self._deques[bucket].popleft()
@@ -231,12 +242,19 @@ class HiddenStatesQueue(Generic[ItemT]):
                 max_depth=self._max_depth,
                 put_blocked_s=self._put_blocked_s,
                 get_blocked_s=self._get_blocked_s,
-                starved_ratio=min(1.0, self._get_blocked_s / elapsed_s),
-                full_ratio=min(1.0, self._put_blocked_s / elapsed_s),
+                starved_ratio=min(1.0, self._get_blocked_s / (elapsed_s * self._consumers)),
+                full_ratio=min(1.0, self._put_blocked_s / (elapsed_s * self._all_producers)),
             )
 
     def _has_room(self, item: ItemT) -> bool:
         return self._depth < self._max_depth and self._bytes + item.nbytes <= self._max_bytes
+
+    def _is_over(self, *, stop_empties: bool) -> bool:
+        """Tell a consumer that waits to go home."""
+        if stop_empties and self._board.stop.is_set():
+            self._has_left = True
+            self._changed.notify_all()
+        return self._closed or self._has_left or self._is_drained()
 
     def _is_drained(self) -> bool:
         return self._producers <= 0 and self._depth == 0

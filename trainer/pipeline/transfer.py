@@ -224,13 +224,14 @@ class Receiver(Protocol):
 class CpuReceiver:
     """Takes packs straight from the queue."""
 
-    def __init__(self, source: HiddenStatesQueue[QueuedPack]) -> None:
+    def __init__(self, source: HiddenStatesQueue[QueuedPack], *, consumer: int = 0) -> None:
         self._source = source
         self.timers = StageTimers("cpu")
+        self._consumer = consumer
 
     def next(self, *, stop_empties: bool) -> FeaturePack | None:
         """Return the next pack."""
-        item = self._source.get(stop_empties=stop_empties)
+        item = self._source.get(consumer=self._consumer, stop_empties=stop_empties)
         return None if item is None else item.pack
 
     def done(self, pack: FeaturePack) -> None:
@@ -249,8 +250,10 @@ class CudaReceiver:
         device: str,
         shape: tuple[int, int, int],
         dtype: torch.dtype,
+        consumer: int = 0,
     ) -> None:
         self._source = source
+        self._consumer = consumer
         self._board = board
         self._pool = pool
         self._device = torch.device(device)
@@ -293,7 +296,7 @@ class CudaReceiver:
 
     def _prefetch(self) -> None:
         try:
-            while (item := self._source.get()) is not None:
+            while (item := self._source.get(consumer=self._consumer)) is not None:
                 slot = self._take_slot()
                 if slot is None:
                     break
@@ -347,11 +350,14 @@ def open_receiver(
     device: torch.device,
     shape: tuple[int, int, int],
     dtype: torch.dtype,
+    consumer: int,
 ) -> Receiver:
-    """Return the receiver for a drafter's device; `shape` and `dtype` are those of the packs."""
+    """Return the receiver of drafter `consumer`; `shape` and `dtype` are those of the packs."""
     if device.type == "cpu":
-        return CpuReceiver(source)
-    return CudaReceiver(source, board=board, pool=pool, device=str(device), shape=shape, dtype=dtype)
+        return CpuReceiver(source, consumer=consumer)
+    return CudaReceiver(
+        source, board=board, pool=pool, device=str(device), shape=shape, dtype=dtype, consumer=consumer
+    )
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:

@@ -104,7 +104,7 @@ def test_golden_38_many_producers_and_consumers_pass_every_pack_on_once(shares, 
         [Item(100 * producer + place, bucket) for place, bucket in enumerate(buckets)]
         for producer, buckets in enumerate(shares)
     ]
-    queue = make_queue(min_ready=2, max_depth=max_depth, producers=len(packs), seed=seed)
+    queue = make_queue(min_ready=2, max_depth=max_depth, producers=len(packs), consumers=consumers, seed=seed)
     depths, delivered = [], [[] for _ in range(consumers)]
 
     def produce(share):
@@ -113,18 +113,41 @@ def test_golden_38_many_producers_and_consumers_pass_every_pack_on_once(shares, 
             depths.append(queue.snapshot().depth)
         queue.producer_done()
 
-    def consume(own):
-        while (item := queue.get()) is not None:
-            own.append(item)
+    def consume(place):
+        while (item := queue.get(consumer=place)) is not None:
+            delivered[place].append(item)
 
     threads = [start(lambda share=share: produce(share)) for share in packs]
-    threads += [start(lambda own=own: consume(own)) for own in delivered]
+    threads += [start(lambda place=place: consume(place)) for place in range(consumers)]
     for thread in threads:
         thread.join(10)
 
     assert not any(thread.is_alive() for thread in threads)
     assert Counter(item for own in delivered for item in own) == Counter(i for share in packs for i in share)
     assert all(depth <= max_depth for depth in depths)
+    # in turns: nobody gets ahead of the common step
+    assert max(map(len, delivered)) - min(map(len, delivered)) <= 1
+
+
+def test_consumer_that_a_stop_sends_home_takes_the_others_along():
+    board = Board(stall_s=60.0)
+    queue = make_queue(board, min_ready=1, consumers=2)
+    queue.put(Item(0))
+    given = []
+    second = start(lambda: given.append(queue.get(consumer=1)))
+    second.join(0.2)
+    assert second.is_alive(), "it is the first one's turn"
+    queue.put(Item(1))
+    assert queue.get(consumer=0).name == 0
+    second.join(10)
+    assert [item.name for item in given] == [1]
+
+    waits_within_a_step = start(lambda: given.append(queue.get(consumer=1)))
+    board.stop.set()
+    assert queue.get(consumer=0, stop_empties=True) is None
+    waits_within_a_step.join(10)
+
+    assert given[1:] == [None]
 
 
 def test_golden_38_nothing_is_pulled_below_min_ready_until_drained():
