@@ -34,6 +34,7 @@ from trainer.pipeline.messages import BatchPlanItem
 from trainer.pipeline.queues import FeedQueue, HiddenStatesQueue
 from trainer.pipeline.transfer import PinnedPool, QueuedPack, open_receiver, open_sender
 from trainer.pipeline.workers import Board
+from trainer.target.batching import check_batching
 from trainer.target.cache import SampleCache
 from trainer.target.capture import Target
 from trainer.target.identity import read_vocab_size, target_fingerprint
@@ -120,6 +121,9 @@ def load_parts(config: TrainConfig, *, enter: Callable[[str], None]) -> Parts:
         targets.append(_load_target(config, device))
     enter("drafter")
     replicas = tuple(_build_replica(config, targets[0], device) for device in config.devices.drafters())
+    enter("target: batch against single sequences")
+    check = check_batching(targets[0], corpus, replicas[0].drafter.config.target_layer_ids)
+    _LOG.info("target: a batch differs from single sequences by %.1e of the states' size", check.worst[1])
     sampler, plan = _plan_packs(config, corpus)
     return Parts(
         corpus=corpus,

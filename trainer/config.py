@@ -123,6 +123,12 @@ class TargetConfig(Section):
     )
     target_layer_ids: tuple[int, ...] = setting((), "tapped decoder layers, 0-based; empty = spread evenly")
     attention: str = setting("sdpa", "attention of the target", choices=("sdpa", "eager"))
+    fast_kernels: str = setting(
+        "wanted",
+        "kernels that the target's layers could use on CUDA (linear attention, fused attention): whether a "
+        "missing one is reported or ends the start",
+        choices=("required", "wanted", "off"),
+    )
     cache_features_bytes: int = setting(
         0,
         "keep hidden states of whole samples in host memory up to this size and reuse them in later epochs",

@@ -49,6 +49,7 @@ from trainer.lifecycle.stopping import StopWatch
 from trainer.pipeline.devices import check_devices
 from trainer.pipeline.records import connect_sources
 from trainer.pipeline.workers import Board, WorkerGroup
+from trainer.target.kernels import find_kernels
 from trainer.target.worker import TargetWorker
 from trainer.telemetry import capabilities
 from trainer.telemetry.metrics import IntervalReport, empty_train
@@ -142,6 +143,7 @@ class Trainer:
         for note in self._resolved.notes:
             _LOG.warning("%s", note)
         telemetry = Telemetry(self.config, has_cuda=torch.cuda.is_available(), has_wandb_key=has_wandb_key())
+        telemetry.found += find_kernels(self.config)
         records = capabilities.report(telemetry.found)
         write_json(self._resolved.run_dir / "startup.json", {"v": 1, "capabilities": records})
         capabilities.require(telemetry.found)

