@@ -93,7 +93,8 @@ def measure_batching(target: Target, samples: Sequence[Sample], layer_ids: Seque
 def _relative_errors(found_TLD: Tensor, expected_TLD: Tensor) -> Tensor:
     # token by token: the first one's states are often a thousand times larger and would hide all others
     difference = (found_TLD.float() - expected_TLD.float()).norm(dim=-1)
-    return difference / expected_TLD.float().norm(dim=-1).clamp(min=1e-12)
+    relative: Tensor = difference / expected_TLD.float().norm(dim=-1).clamp(min=1e-12)
+    return relative
 
 
 def _cut(sample: Sample, length: int) -> Sample:
