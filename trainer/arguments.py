@@ -47,13 +47,36 @@ def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `generate`."""
     add = parser.add_argument
-    add("--target-model", type=Path, required=True, metavar="DIR", help="target model directory")
-    add("--prompts", type=Path, required=True, metavar="FILE", help="prompts, JSONL")
+    add("--target-model", type=Path, metavar="DIR", help="target model directory")
+    add("--prompts", type=Path, metavar="FILE", help="prompts, JSONL")
     add("--output", type=Path, required=True, metavar="FILE", help="chat JSONL; continued if it exists")
     add("--max-new-tokens", type=int, default=512, metavar="N", help="longest completion (%(default)s)")
-    add("--batch-size", type=int, default=32, metavar="B", help="prompts at once (%(default)s)")
+    add("--batch-size", type=int, metavar="B", help="prompts at once (32, on CUDA 256)")
     add("--device", default="cpu", help="cpu, cuda or cuda:N (%(default)s)")
     add("--dtype", choices=DTYPE_NAMES, default="float32", help="of weights (%(default)s)")
+    add(
+        "--thinking",
+        choices=("template", "on", "off"),
+        default="template",
+        help="the chat template's thinking switch (%(default)s: as it is without one)",
+    )
+    add_sampling_arguments(parser)
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags of `generate` by which the target invents its own prompts."""
+    add = parser.add_argument_group("prompts from the target itself").add_argument
+    add("--sample-prompts", type=int, metavar="N", help="draw N prompts from the target, then complete them")
+    add("--seed", type=int, default=0, metavar="N", help="of the draws (%(default)s)")
+    add("--temperature", type=float, default=1.0, metavar="T", help="of the draws (%(default)s)")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw among the likeliest of this mass (%(default)s)",
+    )
+    add("--prompt-max-tokens", type=int, default=256, metavar="N", help="longest prompt drawn (%(default)s)")
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:

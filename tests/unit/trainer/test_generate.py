@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import shutil
 
 import pytest
 import torch
 
-from tests.support.tiny import END_ID, VOCAB, tiny_target
+from tests.support.tiny import END_ID, TEMPLATE, VOCAB, tiny_target
 from trainer.arguments import add_generate_arguments, add_prepare_arguments
-from trainer.data import generate as generate_module
+from trainer.data import target_decoding
+from trainer.data.chat import encode_prompt
+from trainer.data.completions import RowFile
 from trainer.data.corpus import Corpus
-from trainer.data.generate import complete_batch, run_generate
+from trainer.data.generate import run_generate
+from trainer.data.plain_decoding import complete_batch
 from trainer.data.prepare import run_prepare
-from trainer.data.pretrained import load_causal_lm
+from trainer.data.pretrained import get_tokenizer, load_causal_lm
 from trainer.errors import ConfigError, DataError
 
 PROMPTS = ["hi", "what is this?", "count to three", "a", "say something about the sea", "why?", "ok"]
@@ -97,16 +101,16 @@ def test_batch_size_does_not_change_the_completions(model_dir, tmp_path):
 
 def test_an_interrupted_run_goes_on_without_loss_or_duplicates(model_dir, tmp_path, monkeypatch):
     write_prompts(tmp_path)
-    real = complete_batch
+    real = RowFile.write
     calls = []
 
-    def interrupted(*args, **kwargs):
+    def interrupted(self, rows):
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return real(*args, **kwargs)
+        real(self, rows)
 
-    monkeypatch.setattr(generate_module, "complete_batch", interrupted)
+    monkeypatch.setattr(RowFile, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(model_dir, tmp_path)
     monkeypatch.undo()
@@ -121,7 +125,7 @@ def test_an_interrupted_run_goes_on_without_loss_or_duplicates(model_dir, tmp_pa
 def test_a_finished_run_is_not_repeated_and_needs_no_weights(model_dir, tmp_path, monkeypatch):
     write_prompts(tmp_path)
     rows = run(model_dir, tmp_path)
-    monkeypatch.setattr(generate_module, "load_causal_lm", None)
+    monkeypatch.setattr(target_decoding, "load_causal_lm", None)
 
     assert run(model_dir, tmp_path) == rows
 
@@ -150,6 +154,24 @@ def test_two_writers_of_one_output_are_refused(model_dir, tmp_path):
 
         with pytest.raises(ConfigError, match="another generate writes to this output"):
             run(model_dir, tmp_path)
+
+
+@pytest.mark.parametrize("thinking", ["on", "off"])
+def test_thinking_switches_the_template_and_is_recorded(model_dir, tmp_path, thinking):
+    switching = tmp_path / "target"
+    shutil.copytree(model_dir, switching)
+    template = "{% if enable_thinking %}t{% else %}n{% endif %}" + TEMPLATE
+    (switching / "chat_template.jinja").write_text(template)
+    write_prompts(tmp_path, [{"id": "a", "prompt": "hi"}])
+
+    rows = run(switching, tmp_path, "--thinking", thinking)
+
+    prompt = encode_prompt(get_tokenizer(switching), rows[0]["messages"][:-1], thinking=thinking == "on")
+    model = load_causal_lm(switching, device="cpu", dtype=torch.float32)
+    assert rows[0]["completion_ids"] == greedy_without_cache(model, prompt, 6, frozenset({END_ID}))
+    assert rows[0]["thinking"] == (thinking == "on")
+    settings = json.loads((tmp_path / "out.jsonl.settings.json").read_text())
+    assert settings["thinking"] == thinking
 
 
 def test_bad_prompt_rows_are_skipped_and_counted(model_dir, tmp_path, capsys):
@@ -186,6 +208,10 @@ def test_only_too_long_prompts_are_an_error(model_dir, tmp_path):
     [
         (("--max-new-tokens", "0"), "--max-new-tokens must be at least 1: 0"),
         (("--batch-size", "0"), "--batch-size must be at least 1: 0"),
+        (("--temperature", "0"), "--temperature must be above 0: 0.0"),
+        (("--top-p", "1.5"), "--top-p must be above 0 and at most 1: 1.5"),
+        (("--thinking", "on"), "--thinking on has no effect: the target's chat template has no enable_thin"),
+        (("--sample-prompts", "4"), "prompts come from one place: give --prompts FILE or --sample-prompts N"),
         (("--device", "warp"), "--device is unknown: warp"),
         (("--device", "cuda:99"), "--device is not there: cuda:99"),
     ],
