@@ -26,10 +26,11 @@ from trainer.arguments import (
 )
 from trainer.config import SECTIONS
 from trainer.errors import ConfigError, TrainerError
-from trainer.flags import FLAGS, Flag, resolve, set_allocator_defaults
+from trainer.flags import FLAGS, Flag, has_wandb_credentials, resolve, set_allocator_defaults
 from trainer.lifecycle.exits import describe, exit_code, translate
 from trainer.lifecycle.heartbeat import write_first_status
 from trainer.lifecycle.signals import leave_on_stop_signals
+from trainer.preflight import check_run
 
 _LOG = logging.getLogger("trainer")
 
@@ -56,6 +57,24 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
+class _Once(argparse.Action):
+    """Stores a value, or true for a switch; a flag that is given twice is a mistake, not an override."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        value = self.const if self.nargs == 0 else values
+        if hasattr(namespace, self.dest):
+            parser.error(
+                f"{option_string} is given twice: {getattr(namespace, self.dest)} and {value}; keep one"
+            )
+        setattr(namespace, self.dest, value)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,9 +120,9 @@ def build_train_parser() -> argparse.ArgumentParser:
         help="set one key; may be given several times",
     )
     for flag in FLAGS:
-        shape: dict[str, Any] = {"metavar": "VALUE"} if flag.constant is None else {"action": "store_true"}
+        shape: dict[str, Any] = {"metavar": "VALUE"} if flag.constant is None else {"nargs": 0, "const": True}
         parser.add_argument(
-            flag.name, dest=flag.name, default=argparse.SUPPRESS, help=_help_of(flag), **shape
+            flag.name, dest=flag.name, default=argparse.SUPPRESS, help=_help_of(flag), action=_Once, **shape
         )
     return parser
 
@@ -126,6 +145,8 @@ def _train(words: list[str]) -> int:
     given = vars(build_train_parser().parse_args(words))
     toml_path, overrides = given.pop("config"), given.pop("overrides")
     resolved = resolve(given, toml_path=toml_path, overrides=overrides)
+    for note in check_run(resolved.config, has_wandb_key=has_wandb_credentials()):
+        _LOG.warning("%s", note)
     set_allocator_defaults()
     leave_on_stop_signals()
     _LOG.info("starting, pid %d; loading torch", os.getpid())

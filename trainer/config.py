@@ -141,7 +141,7 @@ class DrafterSection(Section):
     """Shape of the drafter; 0 means: taken from the target."""
 
     num_layers: int = setting(5, "decoder layers of the drafter", ge=1)
-    block_size: int = setting(16, "tokens in one block, its anchor included", ge=1)
+    block_size: int = setting(16, "tokens in one block, its anchor included", ge=2)
     num_attention_heads: int = setting(0, "query heads; 0 = as the target", ge=0)
     num_key_value_heads: int = setting(0, "key/value heads; 0 = as the target", ge=0)
     head_dim: int = setting(0, "width of a head; 0 = as the target", ge=0)

@@ -131,6 +131,7 @@ def resolve(
             raise ConfigError(f"--set needs table.key=value: {text!r}")
         put(key.strip(), _parse_text(raw.strip()), "--set")
     notes = _apply_environment(environ, put)
+    _refuse_contradicting(flags)
     for name, value in flags.items():
         put(_FLAG_BY_NAME[name].key, value, name)
 
@@ -193,6 +194,22 @@ def set_allocator_defaults() -> None:
 def has_wandb_key() -> bool:
     """Tell whether the environment carries a W&B key (its value is never read further)."""
     return bool(os.environ.get("WANDB_API_KEY"))
+
+
+def has_wandb_credentials() -> bool:
+    """Tell whether W&B could find a key: in the environment, or in a netrc file (which is not read here)."""
+    netrc = os.environ.get("NETRC")
+    files = [Path(netrc)] if netrc else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    return has_wandb_key() or any(file.is_file() for file in files)
+
+
+def _refuse_contradicting(flags: Iterable[str]) -> None:
+    """Two flags that set one key (`--compile` and `--no-compile`) leave open which was meant."""
+    by_key: dict[str, str] = {}
+    for name in flags:
+        first = by_key.setdefault(_FLAG_BY_NAME[name].key, name)
+        if first != name:
+            raise ConfigError(f"{first} and {name} both set {_FLAG_BY_NAME[name].key}: keep one of them")
 
 
 _FLAG_BY_NAME: Mapping[str, Flag] = {flag.name: flag for flag in FLAGS}

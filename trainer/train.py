@@ -45,6 +45,7 @@ from trainer.lifecycle.exits import describe
 from trainer.lifecycle.heartbeat import StatusFile
 from trainer.lifecycle.runfolder import describe_code, hold_output, write_json, write_run_record
 from trainer.lifecycle.signals import SignalCounter, StoppedEarlyError
+from trainer.lifecycle.stalls import NativeDump, StartWatch, log_stacks
 from trainer.lifecycle.stopping import StopWatch
 from trainer.pipeline.devices import check_devices
 from trainer.pipeline.records import connect_sources
@@ -73,7 +74,8 @@ class Trainer:
         self._code = describe_code()
         self._signals = SignalCounter()
         self._status = StatusFile(resolved.run_dir)
-        self._board = Board(stall_s=self.config.queue.stall_s)
+        self._board = Board(stall_s=self.config.queue.stall_s, on_stall=log_stacks)
+        self._start_watch = StartWatch(self.config.queue.start_stall_s, say=self._status.set_message)
         self._output_dir = Path(self.config.paths.output_dir)
         self._evaluation: OnlineEvaluation | None = None
         self._worker: DrafterWorker | None = None
@@ -115,7 +117,7 @@ class Trainer:
         try:
             self._store = CheckpointStore(self._output_dir / start.lineage)
             self._store.prepare()
-            with self._signals.interrupting():
+            with self._signals.interrupting(), self._start_watch.watching():
                 self._parts = parts = self._load(start)
             if parts.plan.first_step >= parts.plan.total_steps:
                 _LOG.info("nothing left to do: step %d of %d", parts.plan.first_step, parts.plan.total_steps)
@@ -178,6 +180,7 @@ class Trainer:
 
     def _enter_loading(self, what: str) -> None:
         self._leave_if_stopped()
+        self._start_watch.enter(f"loading {what}")
         self._status.set_phase("loading", what)
 
     def _resume(self, parts: Parts, state_dir: Path, start: StartPoint) -> StepPlan:
@@ -264,7 +267,8 @@ class Trainer:
         )
         self._worker = drafters[0]
         self._connect_sources(lines, targets, drafters, parts)
-        self._warm_up(targets, drafters)
+        with self._start_watch.watching():
+            self._warm_up(targets, drafters)
         group = WorkerGroup(board)
         group.add("feeder", feeder.run)
         for worker in targets:
@@ -295,6 +299,7 @@ class Trainer:
             return
         for item in parts.sampler.largest_per_bucket():
             self._leave_if_stopped()
+            self._start_watch.enter(f"compiling for bucket {item.bucket}")
             started_s = time.monotonic()
             self._status.set_phase("compiling", f"bucket {item.bucket}, {len(item.sample_ids)} samples")
             with self._board.quiet("warm-up"):
@@ -305,7 +310,17 @@ class Trainer:
 
     def _watch(self, group: WorkerGroup) -> None:
         """Wait for the workers; look at stop requests and at signs of life meanwhile."""
+        native = NativeDump(self.config.queue.stall_s)
+        try:
+            self._watch_workers(group, native)
+        finally:
+            native.cancel()
+        group.raise_first()
+
+    def _watch_workers(self, group: WorkerGroup, native: NativeDump) -> None:
+        native.rearm()
         while not group.join(timeout_s=MONITOR_S):
+            native.rearm()
             if self._stopping.look():
                 self._board.stop.set()
                 self._status.drain("stop requested")
@@ -317,8 +332,7 @@ class Trainer:
                 # where a worker failed, its own error is on the board already: the first one wins
                 self._board.fail("monitor", error)
                 group.join(timeout_s=JOIN_AFTER_FAILURE_S)
-                break
-        group.raise_first()
+                return
 
     def _connect_sources(
         self,

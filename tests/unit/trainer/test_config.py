@@ -166,7 +166,7 @@ WRONG = {
         ["optim.schedule=wsd", "optim.warmup_ratio=0.5", "optim.decay_ratio=0.6"],
         "--warmup-ratio and optim.decay_ratio must not exceed 1 together",
     ),
-    "block zero": (["drafter.block_size=0"], "drafter.block_size must be at least 1"),
+    "block zero": (["drafter.block_size=0"], "drafter.block_size must be at least 2"),
     "no layers": (["drafter.num_layers=0"], "drafter.num_layers must be at least 1"),
     "gamma zero": (["loss.decay_gamma=0"], "loss.decay_gamma must be above 0"),
     "no anchors": (["loss.max_anchors=0"], "loss.max_anchors must be at least 1"),

@@ -1,0 +1,224 @@
+"""T1: a trainer that stands still is found, shows where every thread stands, and ends with exit 7."""
+
+import functools
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.support.tiny import tiny_target, write_tiny_corpus
+from tests.support.trainer_runs import REPOSITORY, read_status, run_here, settings_for
+from trainer import assembly
+from trainer import train as train_module
+from trainer.errors import StalledError
+from trainer.lifecycle.stalls import StartWatch, render_stacks
+from trainer.pipeline.workers import Board
+
+PLACES = {
+    "target": ("trainer.target.worker.collate", "target-cpu"),
+    "drafter": ("trainer.drafter.worker.select_anchors", "drafter-cpu"),
+    "feeder": ("trainer.data.sampler.bucket_counts", "feeder"),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    return tiny_target(folder), write_tiny_corpus(folder / "data")
+
+
+@pytest.fixture
+def release(monkeypatch):
+    """Ends every planted hang with the test; the run itself does not wait long for hung threads."""
+    event = threading.Event()
+    monkeypatch.setattr(train_module, "JOIN_AFTER_FAILURE_S", 0.1)
+    monkeypatch.setattr(train_module, "SAVE_AFTER_FAILURE_S", 0.1)
+    yield event
+    event.set()
+
+
+def stacks_in(caplog):
+    return "".join(record.getMessage() for record in caplog.records if "stacks of all" in record.message)
+
+
+@pytest.mark.parametrize(("place", "thread"), PLACES.values(), ids=PLACES.keys())
+def test_t1_hung_worker_is_shown_with_its_stack_before_the_run_ends(
+    tiny, tmp_path, monkeypatch, caplog, release, place, thread
+):
+    def planted_hang(*_args, **_options):
+        release.wait(60)
+        raise RuntimeError("released")
+
+    monkeypatch.setattr(place, planted_hang)
+
+    with pytest.raises(StalledError, match=r"nothing moved for .* queue\.stall_s") as caught:
+        run_here(settings_for(*tiny, tmp_path / "out", queue__stall_s=0.5))
+
+    assert caught.value.exit_code == 7
+    stack = next(part for part in stacks_in(caplog).split("thread ") if part.startswith(thread))
+    assert "in planted_hang" in stack
+    assert "thread MainThread" in stacks_in(caplog)
+    assert len([record for record in caplog.records if "stacks of all" in record.message]) == 1
+
+
+def test_t1_heartbeat_goes_on_but_progress_stands_still_while_hung(tiny, tmp_path, monkeypatch, release):
+    run_dir, seen, calls = tmp_path / "out" / "run", [], []
+    real = train_module_worker_function("select_anchors")
+
+    def hang_in_the_third(*args, **options):
+        calls.append(1)
+        if len(calls) < 3:
+            return real(*args, **options)
+        # the file may still be of before: what was written after the hang began counts
+        for _ in range(2):
+            seen.append(await_written_after(run_dir, time.time() + 0.1))
+        release.wait(60)
+        raise RuntimeError("released")
+
+    monkeypatch.setattr("trainer.drafter.worker.select_anchors", hang_in_the_third)
+
+    with pytest.raises(StalledError):
+        run_here(settings_for(*tiny, tmp_path / "out", queue__stall_s=1.0, telemetry__status_interval_s=0.05))
+
+    before, after = seen
+    assert after["written_at"] > before["written_at"]
+    assert after["last_progress_at"] == before["last_progress_at"] is not None
+    assert after["step"] == 2
+
+
+def await_written_after(run_dir, moment):
+    for _ in range(3000):
+        status = read_status(run_dir)
+        if status["written_at"] > moment:
+            return status
+        time.sleep(0.01)
+    raise AssertionError("the heartbeat stopped")
+
+
+def train_module_worker_function(name):
+    from trainer.drafter import worker
+
+    return getattr(worker, name)
+
+
+def test_t1_disk_that_never_answers_stalls_by_the_limit_of_checkpoints(
+    tiny, tmp_path, monkeypatch, caplog, release
+):
+    def planted_hang(self, kind, step, fill):
+        release.wait(60)
+        raise OSError("released")
+
+    monkeypatch.setattr(train_module.CheckpointStore, "save", planted_hang)
+
+    with pytest.raises(StalledError, match=r"checkpoint\.stall_s"):
+        run_here(settings_for(*tiny, tmp_path / "out", checkpoint__every=2, checkpoint__stall_s=0.5))
+
+    assert "in planted_hang" in stacks_in(caplog)
+    assert "thread checkpoint" in stacks_in(caplog)
+
+
+def test_t1_start_that_hangs_ends_the_process_by_its_own_limit(tiny, tmp_path, monkeypatch, caplog, release):
+    codes = []
+
+    def leave(code):
+        codes.append(code)
+        release.set()
+
+    def planted_hang(*_args, **_options):
+        assert release.wait(60)
+        raise InterruptedError("left")
+
+    monkeypatch.setattr(train_module, "StartWatch", functools.partial(StartWatch, leave=leave))
+    monkeypatch.setattr(assembly, "load_target", planted_hang)
+
+    with pytest.raises(InterruptedError):
+        run_here(settings_for(*tiny, tmp_path / "out", queue__start_stall_s=0.4))
+
+    assert codes == [7]
+    assert "in planted_hang" in stacks_in(caplog)
+    assert "the start stands still" in caplog.text
+    assert "at: loading target" in caplog.text
+
+
+def test_t1_start_that_goes_on_is_left_alone():
+    codes = []
+    watch = StartWatch(0.3, say=lambda _text: None, leave=codes.append)
+
+    with watch.watching():
+        for part in range(8):
+            watch.enter(f"part {part}")
+            time.sleep(0.1)
+
+    assert codes == []
+
+
+def test_t1_wider_limit_holds_while_something_long_goes_on():
+    now = [0.0]
+    dumped = []
+    board = Board(stall_s=10.0, on_stall=lambda: dumped.append(1), monotonic=lambda: now[0])
+
+    with board.quiet("checkpoint", limit_s=100.0, key="checkpoint.stall_s"):
+        now[0] = 90.0
+        board.check()
+        with board.quiet("warm-up"):
+            now[0] = 500.0
+            board.check()
+        now[0] = 650.0
+        with pytest.raises(StalledError, match=r"limit 100 s, checkpoint\.stall_s"):
+            board.check()
+        with pytest.raises(StalledError):
+            board.check()
+
+    assert dumped == [1]
+
+
+def test_t1_stacks_name_every_thread(release):
+    thread = threading.Thread(target=release.wait, name="some-worker")
+    thread.start()
+
+    text = render_stacks()
+
+    release.set()
+    thread.join()
+    assert "thread some-worker" in text
+    assert "in test_t1_stacks_name_every_thread" in text
+
+
+HOLDS_THE_LOCK = """
+import ctypes, os, time
+from trainer.drafter import worker
+from trainer.__main__ import main
+
+begun, real = [], worker.select_anchors
+
+def planted_hang(*args, **options):
+    begun.append(time.monotonic())
+    if begun[-1] > begun[0] + 1.0:
+        # a PyDLL call keeps the interpreter's lock: no other thread runs meanwhile
+        ctypes.PyDLL(None).usleep(2_500_000)
+        os._exit(0)
+    return real(*args, **options)
+
+worker.select_anchors = planted_hang
+main()
+"""
+
+
+def test_t1_thread_that_blocks_the_whole_interpreter_is_shown_by_the_native_timer(tiny, tmp_path):
+    settings = settings_for(*tiny, tmp_path / "out", queue__stall_s=0.8, optim__epochs=2_000)
+    words = ["train", *(word for text in settings for word in ("--set", text))]
+
+    done = subprocess.run(
+        [sys.executable, "-c", HOLDS_THE_LOCK, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=REPOSITORY,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Timeout (" in done.stdout, done.stdout + done.stderr
+    assert "in planted_hang" in done.stdout
