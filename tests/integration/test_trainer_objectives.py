@@ -44,10 +44,17 @@ LONGER = {"queue__ordered": True, "optim__epochs": 3, "optim__lr": 3e-3}
         {"loss__soft_label_weight": 0.5, "target__cache_features_bytes": 1 << 24, "queue__ordered": False},
         {"loss__weighting": '"dpace"'},
         {"loss__soft_label_weight": 0.5, "loss__weighting": '"dpace"', "optim__grad_accum": 2},
+        {
+            "loss__soft_label_weight": 1.0,
+            "loss__weighting": '"dpace"',
+            "queue__ordered": False,
+            "devices__target_gpus": "cpu,cpu",
+            "devices__drafter_gpus": "cpu,cpu",
+        },
         {"drafter__split_fc_layers": True},
         {"drafter__sliding_window": 8, "optim__schedule": '"wsd"'},
     ],
-    ids=["kl", "mixed-cached", "dpace", "mixed-dpace", "split-fc", "sliding-wsd"],
+    ids=["kl", "mixed-cached", "dpace", "mixed-dpace", "kl-dpace-two-drafters", "split-fc", "sliding-wsd"],
 )
 def test_run_learns_with_every_objective(tiny, tmp_path, changes):
     assert run_here(settings_for(*tiny, tmp_path / "out", **(LONGER | changes))) == 0

@@ -6,6 +6,7 @@ stored state with the run that wants to continue it. Called by `trainer.train`. 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trainer.config import SECTIONS
 from trainer.errors import CheckpointError
 
 STATE_VERSION = 1
@@ -33,7 +35,7 @@ REFUSED_FIELDS = (
     "optim.grad_accum",
 )
 """Key prefixes whose change makes a stored state meaningless: other shapes, or another plan of packs."""
-RECORDED_FIELDS = ("loss.", "optim.", "target.", "queue.", "devices.")
+RECORDED_FIELDS = ("drafter.split_fc_layers", "loss.", "optim.", "target.", "queue.", "devices.")
 """Key prefixes whose change is allowed and recorded field by field."""
 
 
@@ -193,8 +195,9 @@ def compare(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[Diffe
     refused, recorded = found, []
     old_config, new_config = stored.get("config", {}), present.get("config", {})
     for table in sorted({*old_config, *new_config}):
-        for difference in _differences(table, old_config.get(table, {}), new_config.get(table, {})):
-            if _matches(difference.field, REFUSED_FIELDS):
+        new = new_config.get(table, {})
+        for difference in _differences(table, _as_it_was(table, old_config.get(table, {}), new), new):
+            if _matches(difference.field, REFUSED_FIELDS) and difference.field not in RECORDED_FIELDS:
                 refused.append(difference)
             elif _matches(difference.field, RECORDED_FIELDS):
                 recorded.append(difference)
@@ -206,6 +209,17 @@ def compare(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[Diffe
             "restore these or use --resume scratch"
         )
     return recorded
+
+
+def _as_it_was(table: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Complete a stored table: a key that did not exist then had the effect of its default."""
+    later = new.keys() - old.keys()
+    defaults = {
+        item.name: json.loads(json.dumps(item.default))
+        for item in (dataclasses.fields(SECTIONS[table]) if later else ())
+        if item.name in later
+    }
+    return {**defaults, **old}
 
 
 def _differences(part: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:

@@ -383,6 +383,7 @@ def test_difference_that_breaks_a_resume_is_refused_by_name(change):
     [
         {"config__optim__lr": 0.2},
         {"config__optim__epochs": 4},
+        {"config__drafter__split_fc_layers": True},
         {"world__targets": ["cuda:0"]},
         {"versions__torch": "2"},
         {"code__git_sha": "x"},
@@ -394,6 +395,14 @@ def test_allowed_difference_is_recorded_field_by_field(change):
 
     path, value = next(iter(change.items()))
     assert [(d.field, d.now) for d in found] == [(path.removeprefix("config__").replace("__", "."), value)]
+
+
+def test_key_that_is_newer_than_the_state_had_the_effect_of_its_default():
+    as_before = {"config__drafter__sliding_layers": [], "config__data__max_batch_size": 64}
+
+    assert compare(identity(), identity(**as_before)) == []
+    with pytest.raises(CheckpointError, match=r"drafter\.sliding_layers was \[\], is \[1\]"):
+        compare(identity(), identity(config__drafter__sliding_layers=[1]))
 
 
 def test_place_and_telemetry_do_not_matter():
