@@ -49,7 +49,7 @@ $(VENV)/.ready: pyproject.toml $(VENV)/.locked $(WEBUI_SOURCES)
 
 .PHONY: lock
 lock: ## resolve requirements/*.in to locks with hashes and without addresses
-	@for name in supervisor trainer dev; do $(BIN)/uv pip compile $(LOCK_FLAGS) $(if $(FIND_LINKS),--find-links $(FIND_LINKS)) \
+	@for name in supervisor trainer plot dev; do $(BIN)/uv pip compile $(LOCK_FLAGS) $(if $(FIND_LINKS),--find-links $(FIND_LINKS)) \
 	  --no-emit-package torch --no-emit-package triton --no-emit-package setuptools $(LOCK_CUDA) \
 	  -c requirements/torch.txt requirements/$$name.in -o requirements/$$name.txt --quiet || exit 1; done
 

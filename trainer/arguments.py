@@ -92,9 +92,32 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"length limit per prompt (default {DEFAULT_MAX_NEW_TOKENS})",
     )
-    add("--block-size", type=int, metavar="B", help="positions per block (default: the drafter's own)")
+    add(
+        "--block-size",
+        metavar="B[,B...]",
+        help="positions per block, several to compare them (default: the drafter's own)",
+    )
+    add("--max-prompts", type=int, metavar="N", help="use only the first N prompts (default: all)")
     add("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
+    add("--batch-size", type=int, metavar="N", help="prompts at once (default: 1 on the CPU, 32 on a GPU)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="sample at T (default 0: greedy)")
+    add(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="keep the likeliest tokens up to this probability (default 1)",
+    )
+    add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (default 0: all)")
+    add(
+        "--scheme",
+        choices=("deterministic", "rejection"),
+        help="how sampled drafts are verified (default deterministic)",
+    )
+    add("--seed", type=int, metavar="N", help="seed of the sampling (default 0)")
+    add("--no-speed", action="store_true", help="leave out the comparison with plain decoding")
     add("--json", type=Path, metavar="FILE", help="write the full record there")
+    add("--markdown", type=Path, metavar="FILE", help="write it as tables for people")
+    add("--plot", type=Path, metavar="FILE.png", help="write it as a figure (needs matplotlib)")
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:

@@ -26,6 +26,47 @@ def talkative_target(folder: Path) -> Path:
     return tiny_target(folder, initializer_range=0.4)
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "gemma3_text": {"sliding_window": 8},
+    "qwen3_5_text": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+}
+"""Families of targets beside the Llama of `tiny_target`: plain, sliding and scaled, hybrid."""
+
+
+def family_pair(folder: Path, family: str) -> tuple[Any, Drafter]:
+    """A tiny random target of another family, loaded in fp32, and an untrained drafter that fits it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from trainer.target.loader import load_target
+
+    fields = {
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+    }
+    directory = folder / family
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **fields, **FAMILIES[family])
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    target = load_target(directory, device="cpu", dtype=torch.float32, mask_token_id=MASK_ID)
+    ends = {"embed_scale": target.info.embed_scale, "logit_softcap": target.info.logit_softcap}
+    return target, make_drafter(seed=1, **ends)
+
+
 def drafter_config(**overrides: Any) -> DrafterConfig:
     """A valid tiny config; any field can be overridden."""
     fields: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """The `eval` command: real speculative decoding of held-out prompts with an exported drafter.
 
-Called by `trainer.__main__`. Loads target and drafter, decodes every prompt greedily, some of them also
-without the drafter for the speedup, and hands the results to `eval.report`. Must not train.
+Called by `trainer.__main__`. Checks what was asked for, loads target and drafter, lets `eval.measure`
+decode, and writes what `eval.report` makes of it: a table, JSON, Markdown, a figure. Must not train.
 """
 
 from __future__ import annotations
@@ -11,30 +11,35 @@ import json
 import logging
 import os
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer.arguments import DEFAULT_MAX_NEW_TOKENS
-from trainer.data.chat import encode_prompt
-from trainer.data.prompts import Prompt, read_prompts
+from trainer.data.prompts import read_prompts
 from trainer.drafter.exported import load_drafter
 from trainer.drafter.model import Drafter
 from trainer.errors import EXIT_FINISHED, ConfigError
-from trainer.eval.report import MeasuredPrompt, build_report, render_table
-from trainer.eval.speculative import speculative_generate
+from trainer.eval.markdown import render_markdown
+from trainer.eval.measure import MeasurePlan, measure
+from trainer.eval.plot import draw_report, require_matplotlib
+from trainer.eval.report import build_report, render_table
+from trainer.eval.verify import Sampling
+from trainer.lifecycle.runfolder import describe_code
 from trainer.target.capture import Target
 from trainer.target.loader import load_target
 
 _LOG = logging.getLogger(__name__)
 
+GPU_BATCH_SIZE = 32
+"""Prompts decoded at once on a GPU, where small forwards cost the same whatever their number of rows."""
 COMPARED_PROMPTS = 8
 """Prompts that are also decoded plainly: the slow half of the measurement, and a ratio needs no more."""
-
-_WARM_UP_TOKENS = 4
+SPEED_ROUNDS = 2
+SPEED_TOKENS = 128
 
 
 def run_eval(args: argparse.Namespace) -> int:
@@ -44,9 +49,15 @@ def run_eval(args: argparse.Namespace) -> int:
         drafter=args.drafter,
         prompts=args.prompts,
         max_new_tokens=args.max_new_tokens,
-        block_size=args.block_size,
+        block_sizes=parse_block_sizes(args.block_size),
         device=args.device,
+        max_prompts=args.max_prompts,
+        batch_size=args.batch_size,
+        sampling=sampling_of(args),
+        with_speed=not args.no_speed,
         json_path=args.json,
+        markdown_path=args.markdown,
+        plot_path=args.plot,
     )
     sys.stdout.write(render_table(report))
     return EXIT_FINISHED
@@ -58,9 +69,15 @@ def evaluate(
     drafter: Path,
     prompts: Path,
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-    block_size: int | None = None,
+    block_sizes: Sequence[int] = (),
     device: str = "cpu",
+    max_prompts: int | None = None,
+    batch_size: int | None = None,
+    sampling: Sampling | None = None,
+    with_speed: bool = True,
     json_path: Path | None = None,
+    markdown_path: Path | None = None,
+    plot_path: Path | None = None,
 ) -> dict[str, Any]:
     """Measure a drafter against its target.
 
@@ -69,9 +86,15 @@ def evaluate(
         drafter: directory of an exported drafter.
         prompts: JSONL file of prompts, see `data.prompts`.
         max_new_tokens: length limit per prompt.
-        block_size: positions per block if not the drafter's own.
+        block_sizes: positions per block; empty takes the drafter's own.
         device: `cpu`, `cuda` or `cuda:N`.
+        max_prompts: prompts used, from the top of the file; None for all.
+        batch_size: prompts decoded at once; None for 1 on the CPU, `GPU_BATCH_SIZE` on a GPU.
+        sampling: None is greedy.
+        with_speed: also compare with plain decoding, greedy, one prompt at a time.
         json_path: where the full record goes, None for nowhere.
+        markdown_path: the same as tables for people.
+        plot_path: the same as a figure (PNG).
 
     Returns:
         The record.
@@ -80,84 +103,106 @@ def evaluate(
         ConfigError: drafter and target do not belong together, or the device does not exist.
         CheckpointError: the drafter does not load.
         DataError: no usable prompt.
+        DependencyError: a figure is wanted and matplotlib is missing.
     """
     place = _check_device(device)
-    for name, value in (("--max-new-tokens", max_new_tokens), ("--block-size", block_size)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, not {value}")
+    _check_numbers(max_new_tokens=max_new_tokens, max_prompts=max_prompts, batch_size=batch_size)
+    if plot_path is not None:
+        require_matplotlib()
     # Speculative output equals plain output exactly only in fp32; on GPUs serving runs in bf16, and so do we.
     dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
     prompt_file = read_prompts(prompts)
     model = load_drafter(drafter, device=place, dtype=dtype)
     target = load_target(target_model, device=place, dtype=dtype)
     _check_pair(target, model)
-    size = model.config.block_size if block_size is None else block_size
-    measured = measure_prompts(
-        target, model, prompt_file.prompts, max_new_tokens=max_new_tokens, block_size=size
+    sizes = list(dict.fromkeys(block_sizes)) or [model.config.block_size]
+    warnings = _size_warnings(sizes, model.config.block_size)
+    plan = MeasurePlan(
+        block_sizes=sizes,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size or (1 if place.type == "cpu" else GPU_BATCH_SIZE),
+        sampling=sampling,
+        compared_prompts=COMPARED_PROMPTS if with_speed else 0,
+        speed_rounds=SPEED_ROUNDS,
+        speed_tokens=min(max_new_tokens, SPEED_TOKENS),
     )
+    blocks = measure(target, model, prompt_file.prompts[:max_prompts], plan)
     setting = {
         "target_model": str(target_model),
         "drafter": str(drafter),
         "prompts": str(prompts),
         "skipped_prompts": dict(prompt_file.skipped),
-        "max_new_tokens": max_new_tokens,
+        "trained_block_size": model.config.block_size,
+        **plan.as_dict(),
+        "thinking": "as the target's chat template has it by default",
         "device": str(place),
+        "device_name": torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu",
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
+        "command": sys.argv[1:],
+        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "code": describe_code(),
+        "warnings": warnings,
     }
-    report = build_report(measured, block_size=size, setting=setting)
+    report = build_report(blocks, setting=setting, trained_block_size=model.config.block_size)
     if json_path is not None:
-        _write_json(report, json_path)
+        _write("--json", json_path, lambda path: path.write_text(json.dumps(report, indent=2) + "\n"))
+    if plot_path is not None:
+        _write("--plot", plot_path, lambda path: draw_report(report, path))
+    if markdown_path is not None:
+        text = render_markdown(report, plot=_relative(plot_path, markdown_path))
+        _write("--markdown", markdown_path, lambda path: path.write_text(text))
     return report
 
 
-def measure_prompts(
-    target: Target, drafter: Drafter, prompts: Sequence[Prompt], *, max_new_tokens: int, block_size: int
-) -> list[MeasuredPrompt]:
-    """Decode every prompt with the drafter, and a few spread over all domains without it."""
-    if target.tokenizer is None:
-        raise ConfigError(f"target has no tokenizer: {target.info.path}; put its tokenizer files there")
-    encoded = [encode_prompt(target.tokenizer, prompt.messages) for prompt in prompts]
-    compared = set(_spread(prompts, COMPARED_PROMPTS))
-    stop_ids = target.info.stop_ids
-    # The first forward of each kind pays for allocations and kernel choice; keep that out of the times.
-    for warm in (drafter, None):
-        speculative_generate(
-            target, warm, encoded[0], max_new_tokens=_WARM_UP_TOKENS, eos_ids=(), block_size=block_size
+def parse_block_sizes(text: str | None) -> tuple[int, ...]:
+    """Read `--block-size`: whole numbers separated by commas, at least 1 each.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if text is None:
+        return ()
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) >= 1 for word in words):
+        raise ConfigError(
+            f"--block-size takes whole numbers of at least 1, separated by commas: {text!r}; such as 4,8,16"
         )
-    measured: list[MeasuredPrompt] = []
-    began_s = time.monotonic()
-    for index, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
-        result = speculative_generate(
-            target, drafter, ids, max_new_tokens=max_new_tokens, eos_ids=stop_ids, block_size=block_size
-        )
-        plain = None
-        if index in compared:
-            plain = speculative_generate(target, None, ids, max_new_tokens=max_new_tokens, eos_ids=stop_ids)
-        measured.append(
-            MeasuredPrompt(
-                id=prompt.id, domain=prompt.domain, prompt_tokens=len(ids), speculative=result, plain=plain
-            )
-        )
-        _LOG.info(
-            "eval prompt %d of %d: acceptance length %s, %.0f s so far",
-            index + 1,
-            len(prompts),
-            "unknown" if result.acceptance_length is None else f"{result.acceptance_length:.2f}",
-            time.monotonic() - began_s,
-        )
-    return measured
+    return tuple(int(word) for word in words)
 
 
-def _spread(prompts: Sequence[Prompt], count: int) -> list[int]:
-    """Choose prompts in turn from every domain, in file order."""
-    by_domain: dict[str | None, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        by_domain.setdefault(prompt.domain, []).append(index)
-    chosen: list[int] = []
-    for turn in range(len(prompts)):
-        chosen += [indices[turn] for indices in by_domain.values() if turn < len(indices)]
-    return chosen[:count]
+def sampling_of(args: argparse.Namespace) -> Sampling | None:
+    """Read the sampling flags; temperature 0 is greedy, which the others cannot go with.
+
+    Raises:
+        ConfigError: a value out of range, or `--top-p`, `--top-k`, `--scheme` without a temperature.
+    """
+    given = {name: getattr(args, name) for name in ("top_p", "top_k", "scheme", "seed")}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if not args.temperature:
+        if chosen:
+            flag = f"--{next(iter(chosen)).replace('_', '-')}"
+            raise ConfigError(f"{flag} needs --temperature above 0: without one decoding is greedy")
+        return None
+    return Sampling(temperature=args.temperature, **chosen)
+
+
+def _check_numbers(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+
+
+def _size_warnings(sizes: Sequence[int], trained: int) -> list[str]:
+    """Say what was asked of the drafter that it was not trained for."""
+    notes = [
+        f"block size {size} is larger than the trained one of {trained}: offsets behind it were never trained"
+        for size in sizes
+        if size > trained
+    ]
+    for note in notes:
+        _LOG.warning("%s", note)
+    return notes
 
 
 def _check_pair(target: Target, drafter: Drafter) -> None:
@@ -185,12 +230,19 @@ def _check_device(name: str) -> torch.device:
     return device
 
 
-def _write_json(report: dict[str, Any], path: Path) -> None:
+def _relative(plot: Path | None, markdown: Path) -> str | None:
+    """Path of the figure as the Markdown file has to name it."""
+    return None if plot is None else os.path.relpath(plot.resolve(), markdown.resolve().parent)
+
+
+def _write(flag: str, path: Path, write: Callable[[Path], object]) -> None:
     """Write whole or not at all."""
-    scratch = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    scratch = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(report, indent=2) + "\n")
+        write(scratch)
         scratch.replace(path)
     except OSError as error:
-        raise ConfigError(f"cannot write --json {path}: {error}") from error
+        raise ConfigError(f"cannot write {flag} {path}: {error.strerror or error}") from error
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -1,141 +1,173 @@
-"""What an evaluation measured: from decoded prompts to one JSON record and a table.
+"""What an evaluation measured: from decoded prompts to one JSON record and a table for the terminal.
 
-Used by `eval.command` only. Pure: no model, no file. The headline figure is the mean over prompts of each
-prompt's mean tokens per verify (accepted drafts plus the bonus token), greedy, with the last block counted
-whole. A figure that could not be measured is None, never 0.
+Used by `eval.command`; `eval.markdown` and `eval.plot` show the same record. Pure: no model, no file. The
+headline figure is the mean over prompts of each prompt's mean tokens per verify (accepted drafts plus the
+bonus token), with the last block counted whole. A figure that could not be measured is None, a slice without
+data is absent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
+from trainer.eval import statistics
 from trainer.eval.speculative import SpeculativeResult
 
-FIGURE = "mean over prompts of each prompt's mean tokens per verify, greedy, last block whole"
-CONTEXT_EDGES = (128, 512, 2048, 8192)
-"""Upper prompt lengths (tokens) of the context-length groups; the last group is open."""
+REPORT_VERSION = 2
+FIGURE = "mean over prompts of each prompt's mean tokens per verify, last block whole"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPrompt:
-    """One prompt, decoded with the drafter and, for some prompts, without."""
+    """One prompt, decoded with the drafter."""
 
     id: str
     domain: str | None
     prompt_tokens: int
     speculative: SpeculativeResult
-    plain: SpeculativeResult | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredBlock:
+    """All prompts, decoded with one block size."""
+
+    block_size: int
+    prompts: Sequence[MeasuredPrompt]
+    seconds: float
+    """wall time of decoding them, many at once where that is possible"""
+    speed: Mapping[str, Any] | None
+    """`eval.speed`'s record, None when speed was not measured"""
 
 
 def build_report(
-    measured: Sequence[MeasuredPrompt], *, block_size: int, setting: Mapping[str, Any]
+    blocks: Sequence[MeasuredBlock], *, setting: Mapping[str, Any], trained_block_size: int | None = None
 ) -> dict[str, Any]:
     """Sum up an evaluation.
 
     Args:
-        measured: the decoded prompts; those that ended with their first token count as unmeasured.
-        block_size: positions per block, the anchor included.
-        setting: how it was measured (paths, device, limits); copied into the record.
+        blocks: what was measured, one entry per block size.
+        setting: how it was measured (paths, device, limits, versions); copied into the record.
+        trained_block_size: its figures are the headline where it was measured, else those of the first entry.
+
+    Returns:
+        The record: headline figures, `setting`, and all figures by block size under `block_sizes`.
     """
-    length = acceptance_length(measured)
-    counted = [item for item in measured if item.speculative.accept_counts]
+    records = [_block_record(block) for block in blocks]
+    headline = next((one for one in records if one["block_size"] == trained_block_size), records[0])
+    figure = f"{FIGURE}, {'greedy' if setting.get('sampling') is None else 'sampled'}"
     return {
-        "v": 1,
-        "figure": FIGURE,
+        "v": REPORT_VERSION,
+        "figure": figure,
+        **{name: headline[name] for name in _HEADLINE},
+        "setting": dict(setting),
+        "block_sizes": records,
+    }
+
+
+_HEADLINE = (
+    "block_size",
+    "acceptance_length",
+    "acceptance_length_interval",
+    "micro_acceptance_length",
+    "acceptance_rate",
+    "prompts",
+    "measured_prompts",
+    "verifies",
+    "new_tokens",
+    "target_forwards",
+)
+
+
+def _block_record(block: MeasuredBlock) -> dict[str, Any]:
+    measured, size = block.prompts, block.block_size
+    counted = [_counted(item) for item in measured]
+    counts = [count for item in counted for count in item.accept_counts]
+    length = statistics.mean_of_prompts(counted)
+    tokens = sum(len(item.speculative.token_ids) for item in measured)
+    return {
+        "block_size": size,
         "acceptance_length": length,
-        "acceptance_rate": (length - 1) / (block_size - 1) if length is not None and block_size > 1 else None,
-        "per_offset": per_offset_acceptance(measured, block_size),
+        "acceptance_length_interval": statistics.interval_of_mean(counted),
+        "micro_acceptance_length": statistics.mean_of_verifies(counted),
+        "acceptance_rate": (length - 1) / (size - 1) if length is not None and size > 1 else None,
+        "offsets": statistics.by_offset(counts, size),
         "prompts": len(measured),
-        "measured_prompts": len(counted),
-        "verifies": sum(len(item.speculative.accept_counts) for item in measured),
-        "new_tokens": sum(len(item.speculative.token_ids) for item in measured),
+        "measured_prompts": sum(bool(item.accept_counts) for item in counted),
+        "verifies": len(counts),
+        "new_tokens": tokens,
         "target_forwards": sum(item.speculative.target_forwards for item in measured),
-        "domains": _grouped(measured, [item.domain or "none" for item in measured]),
-        "context_lengths": _grouped(measured, [_context_group(item.prompt_tokens) for item in measured]),
-        "speed": speed(measured),
-        "setting": {"block_size": block_size} | dict(setting),
+        "seconds": round(block.seconds, 3),
+        "tokens_s": tokens / block.seconds if block.seconds else None,
+        "domains": statistics.by_group(counted, [item.domain or "none" for item in measured]),
+        "context_lengths": statistics.by_context_length(counted),
+        "speed": None if block.speed is None else dict(block.speed),
         "per_prompt": [_prompt_record(item) for item in measured],
     }
 
 
-def acceptance_length(measured: Sequence[MeasuredPrompt]) -> float | None:
-    """Compute the headline figure, None when nothing was verified."""
-    lengths = [item.speculative.acceptance_length for item in measured]
-    known = [length for length in lengths if length is not None]
-    return fmean(known) if known else None
-
-
-def per_offset_acceptance(measured: Sequence[MeasuredPrompt], block_size: int) -> list[float | None]:
-    """Share of all verifies that accepted the drafts up to offset k; k = 1 to block_size - 1."""
-    counts = [count for item in measured for count in item.speculative.accept_counts]
-    offsets = range(1, block_size)
-    return [sum(count > k for count in counts) / len(counts) if counts else None for k in offsets]
-
-
-def speed(measured: Sequence[MeasuredPrompt]) -> dict[str, Any]:
-    """Compare decoding speed on the prompts that were also decoded plainly; prefill is left out of both."""
-    pairs = [(item.speculative, item.plain) for item in measured if item.plain is not None]
-    fast = _seconds_per_token([speculative for speculative, _ in pairs])
-    slow = _seconds_per_token([plain for _, plain in pairs])
-    return {
-        "compared_prompts": len(pairs),
-        "identical_outputs": sum(one.token_ids == other.token_ids for one, other in pairs),
-        "plain_ms_per_token": None if slow is None else slow * 1000,
-        "speculative_ms_per_token": None if fast is None else fast * 1000,
-        "draft_time_ratio": _draft_share([speculative for speculative, _ in pairs]),
-        "speedup": slow / fast if slow is not None and fast else None,
-    }
-
-
 def render_table(report: Mapping[str, Any]) -> str:
-    """Lay the record out for people; the headline comes first."""
-    setting, timing = report["setting"], report["speed"]
+    """Lay the record out for the terminal; the headline comes first."""
+    setting = report["setting"]
     lines = [
-        f"acceptance length  {_number(report['acceptance_length'])}   ({FIGURE})",
-        f"acceptance rate    {_number(report['acceptance_rate'])}",
-        f"drafter            {setting.get('drafter', 'none')} (block size {setting['block_size']})",
+        f"acceptance length  {number(report['acceptance_length'])}   ({report['figure']})",
+        f"95 % interval      {interval(report['acceptance_length_interval'])} (bootstrap over prompts); "
+        f"mean over verifies {number(report['micro_acceptance_length'])}",
+        f"drafter            {setting.get('drafter', 'none')} (block size {report['block_size']})",
         f"target             {setting.get('target_model', 'unknown')} on {setting.get('device', 'unknown')}",
         f"prompts            {report['measured_prompts']} measured of {report['prompts']}, "
         f"{report['new_tokens']} tokens in {report['target_forwards']} target forwards",
-        _speed_line(timing),
-        "accepted up to     "
-        + "  ".join(f"{k}: {_number(p)}" for k, p in enumerate(report["per_offset"], 1)),
-        "",
-        f"{'group':<28}{'prompts':>8}{'acceptance length':>19}",
     ]
-    for title in ("domains", "context_lengths"):
-        for name, group in report[title].items():
-            lines.append(f"{name:<28}{group['prompts']:>8}{_number(group['acceptance_length']):>19}")
+    for block in report["block_sizes"]:
+        lines += ["", *_block_lines(block)]
     return "\n".join(lines) + "\n"
 
 
-def _speed_line(timing: Mapping[str, Any]) -> str:
+def _block_lines(block: Mapping[str, Any]) -> list[str]:
+    lines = [
+        f"block size {block['block_size']}: acceptance length {number(block['acceptance_length'])} "
+        f"{interval(block['acceptance_length_interval'])}, rate {number(block['acceptance_rate'])}",
+        "  accepted up to   "
+        + "  ".join(f"{row['offset']}: {number(row['prefix'])}" for row in block["offsets"]),
+        "  given the former "
+        + "  ".join(f"{row['offset']}: {number(row['conditional'])}" for row in block["offsets"]),
+    ]
+    if block["speed"] is not None:
+        lines.append("  " + speed_text(block["speed"]))
+    lines.append(f"  {'slice':<26}{'prompts':>8}{'acceptance length':>19}")
+    for name, group in block["domains"].items():
+        lines.append(f"  {name:<26}{group['prompts']:>8}{number(group['acceptance_length']):>19}")
+    for piece in block["context_lengths"]:
+        name = f"context {statistics.name_of_context(piece)}"
+        lines.append(f"  {name:<26}{piece['prompts']:>8}{number(piece['acceptance_length']):>19}")
+    return lines
+
+
+def speed_text(timing: Mapping[str, Any]) -> str:
+    """Say in one line how fast decoding was."""
+    ties = timing["diverged_at_a_tie"]
+    note = f", {ties} of the others parted at a tie" if ties else ""
     return (
-        f"speed              {_number(timing['speedup'])} x plain decoding "
-        f"({_number(timing['speculative_ms_per_token'])} against {_number(timing['plain_ms_per_token'])} "
-        f"ms per token, {timing['identical_outputs']} of {timing['compared_prompts']} outputs identical)"
+        f"speed {number(timing['speedup'])} x plain decoding "
+        f"({number(timing['speculative_ms_per_token'])} against {number(timing['plain_ms_per_token'])} "
+        f"ms per token, {timing['identical_outputs']} of {timing['compared_prompts']} outputs identical"
+        f"{note})"
     )
 
 
-def _grouped(measured: Sequence[MeasuredPrompt], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    groups: dict[str, list[MeasuredPrompt]] = {}
-    for name, item in sorted(zip(names, measured, strict=True), key=lambda pair: pair[0]):
-        groups.setdefault(name, []).append(item)
-    return {
-        name: {"prompts": len(items), "acceptance_length": acceptance_length(items)}
-        for name, items in groups.items()
-    }
+def number(value: float | None) -> str:
+    """Show a figure, `unknown` when there is none."""
+    return "unknown" if value is None else f"{value:.2f}"
 
 
-def _context_group(tokens: int) -> str:
-    """Name a prompt-length group so that names sort by length."""
-    for edge in CONTEXT_EDGES:
-        if tokens <= edge:
-            return f"context up to {edge:>5}"
-    return f"context above {CONTEXT_EDGES[-1]:>5}"
+def interval(limits: Sequence[float] | None) -> str:
+    """Show an interval, `unknown` when there is none."""
+    return "unknown" if limits is None else f"[{limits[0]:.2f}, {limits[1]:.2f}]"
+
+
+def _counted(item: MeasuredPrompt) -> statistics.Counted:
+    return statistics.Counted(prompt_tokens=item.prompt_tokens, accept_counts=item.speculative.accept_counts)
 
 
 def _prompt_record(item: MeasuredPrompt) -> dict[str, Any]:
@@ -148,19 +180,4 @@ def _prompt_record(item: MeasuredPrompt) -> dict[str, Any]:
         "stopped": result.stopped,
         "acceptance_length": result.acceptance_length,
         "accept_counts": result.accept_counts,
-        "is_identical_to_plain": None if item.plain is None else item.plain.token_ids == result.token_ids,
     }
-
-
-def _seconds_per_token(results: Sequence[SpeculativeResult]) -> float | None:
-    tokens = sum(sum(result.accept_counts) for result in results)
-    return sum(result.decode_s for result in results) / tokens if tokens else None
-
-
-def _draft_share(results: Sequence[SpeculativeResult]) -> float | None:
-    total = sum(result.decode_s for result in results)
-    return sum(result.draft_s for result in results) / total if total else None
-
-
-def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.2f}"

@@ -1,8 +1,9 @@
 """Speculative decoding of one sequence against the real target: draft a block, verify it, keep what is right.
 
-Called by `eval.command` and, during training, by whoever measures acceptance. The output is always the
-target's own: a drafter only changes how many target forwards it takes. `drafter=None` or a block of 1 is
-plain decoding through the same code, which is the baseline for speedups. Must not train anything.
+Called by `eval.measure` and, during training, by `eval.online`; `eval.batched` does the same for many prompts
+at once. The output is always the target's own: a drafter only changes how many target forwards it takes.
+`drafter=None` or a block of 1 is plain decoding through the same code, which is the baseline for speedups.
+Must not train anything.
 
 Dimension suffixes: T tokens, K block positions, L captured layers, D hidden, V vocabulary.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from trainer.drafter.cache import DraftCache
 from trainer.drafter.loss import FrozenEnds
 from trainer.drafter.model import DrafterConfig
 from trainer.errors import ConfigError
+from trainer.eval.verify import Chooser, Drafts, Sampling
 from trainer.target.decode_cache import TargetCache
 
 
@@ -91,20 +93,6 @@ class SpeculativeResult:
         return sum(self.accept_counts) / len(self.accept_counts) if self.accept_counts else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """Temperature sampling of the target's tokens; drafts stay deterministic, which keeps it lossless."""
-
-    temperature: float
-    generator: torch.Generator
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ConfigError(
-                f"sampling temperature must be above 0, not {self.temperature}: omit it for greedy"
-            )
-
-
 @torch.no_grad()
 def speculative_generate(
     target: TargetLike,
@@ -115,6 +103,7 @@ def speculative_generate(
     eos_ids: Collection[int],
     block_size: int | None = None,
     sampling: Sampling | None = None,
+    sequence: int = 0,
 ) -> SpeculativeResult:
     """Decode one prompt.
 
@@ -126,19 +115,19 @@ def speculative_generate(
         eos_ids: tokens that end the sequence; the first one is kept.
         block_size: positions per block, the anchor included; None takes the drafter's own.
         sampling: None is greedy.
+        sequence: number of this prompt; with the sampling's seed it selects the random numbers.
 
     Raises:
         ConfigError: an empty prompt, or a limit or block size below 1.
     """
-    size = _effective_block_size(drafter, block_size)
+    size = effective_block_size(drafter, block_size)
     if not prompt_ids or max_new_tokens < 1:
         raise ConfigError(
             f"nothing to decode: prompt of {len(prompt_ids)} tokens, max_new_tokens {max_new_tokens}; "
             "both must be at least 1"
         )
-    return _Decoder(target, drafter if size > 1 else None, size, sampling).run(
-        list(prompt_ids), max_new_tokens, frozenset(eos_ids)
-    )
+    decoder = _Decoder(target, drafter if size > 1 else None, size, sampling, sequence)
+    return decoder.run(list(prompt_ids), max_new_tokens, frozenset(eos_ids))
 
 
 def frozen_ends(target: TargetLike, config: DrafterConfig) -> FrozenEnds:
@@ -160,15 +149,26 @@ class _Decoder:
     """One sequence: both caches, and the steps that the loop is made of."""
 
     def __init__(
-        self, target: TargetLike, drafter: DrafterLike | None, size: int, sampling: Sampling | None
+        self,
+        target: TargetLike,
+        drafter: DrafterLike | None,
+        size: int,
+        sampling: Sampling | None,
+        sequence: int,
     ) -> None:
-        self.target, self.drafter, self.size, self.sampling = target, drafter, size, sampling
+        self.target, self.drafter, self.size = target, drafter, size
         self.layer_ids: tuple[int, ...] = ()
+        # plain decoding has a block of its one known token, and nothing to fill
+        mask = 0 if drafter is None else drafter.config.mask_token_id
+        self.block_1K = torch.full((1, size), mask, dtype=torch.int64, device=target.device)
         if drafter is not None:
             self.layer_ids = drafter.config.target_layer_ids
             self.ends = frozen_ends(target, drafter.config)
             self.draft_cache = DraftCache(drafter.config.num_hidden_layers)
+        self.chooser = Chooser(sampling, target.device)
+        self.streams = [self.chooser.stream(sequence)]
         self.target_cache = target.new_cache()
+        self.drafting = _Stopwatch(target.device)
         self.result = SpeculativeResult()
 
     def run(self, prompt: list[int], max_new_tokens: int, eos_ids: frozenset[int]) -> SpeculativeResult:
@@ -181,81 +181,99 @@ class _Decoder:
         while not result.stopped and len(out) - prompt_length < max_new_tokens:
             # `start` is the newest committed token: the target has not processed it yet.
             start = len(out) - 1
-            block = [out[start], *self._draft(out[start], new_hidden_TLD, start)]
+            self.block_1K[:, 0] = out[start]
+            uniforms = self.chooser.uniforms(self.streams, self.size)
+            drafts = self._draft(new_hidden_TLD, start, uniforms)
             if not result.accept_counts:
                 # The first draft projects the whole prompt: that is the drafter's prefill, not decoding.
                 began_s = self._end_prefill(began_s)
-            committed, new_hidden_TLD = self._verify(block, start)
+            committed, new_hidden_TLD = self._verify(drafts, start, uniforms)
             result.accept_counts.append(len(committed))
             out += committed
             result.stopped = not eos_ids.isdisjoint(committed)
         if result.accept_counts:
             result.decode_s = self._now_s() - began_s
+            result.draft_s = self.drafting.total_s()
         else:
             self._end_prefill(began_s)
-        result.token_ids = _cut(out[prompt_length:], max_new_tokens, eos_ids)
+        result.token_ids = cut(out[prompt_length:], max_new_tokens, eos_ids)
         result.stopped = result.token_ids[-1] in eos_ids
         return result
 
     def _end_prefill(self, began_s: float) -> float:
         now_s = self._now_s()
-        self.result.prefill_s, self.result.draft_s = now_s - began_s, 0.0
+        self.result.prefill_s = now_s - began_s
+        self.drafting.reset()
         return now_s
 
     def _prefill(self, prompt: list[int]) -> tuple[int, Tensor]:
-        logits_TV, hidden_TLD = self._step(prompt)
-        return self._choose(logits_TV[-1:])[0], hidden_TLD
+        ids_1T = torch.tensor([prompt], dtype=torch.int64, device=self.target.device)
+        logits_TV, hidden_TLD = self._step(ids_1T)
+        first_B = self.chooser.first(logits_TV[-1:], self.chooser.uniforms(self.streams, 1))
+        return int(first_B[0]), hidden_TLD  # host sync: the first token may already end the sequence
 
-    def _draft(self, anchor: int, new_hidden_TLD: Tensor, start: int) -> list[int]:
+    def _draft(self, new_hidden_TLD: Tensor, start: int, uniforms: Tensor | None) -> Drafts:
         if self.drafter is None:
-            return []
-        began_s = self._now_s()
-        mask = self.drafter.config.mask_token_id
-        block_ids_K = torch.tensor([anchor] + [mask] * (self.size - 1), device=self.target.device)
-        hidden_KD = self.drafter.draft(
-            new_hidden_TLD.flatten(1), self.ends.embed(block_ids_K), self.draft_cache, start=start
-        )
-        drafts: list[int] = self.ends.logits(hidden_KD[1:]).argmax(dim=-1).tolist()
-        self.result.draft_s += self._now_s() - began_s
-        return drafts
+            return Drafts(self.block_1K[:, 1:])
+        with self.drafting:
+            hidden_KD = self.drafter.draft(
+                new_hidden_TLD.flatten(1), self.ends.embed(self.block_1K[0]), self.draft_cache, start=start
+            )
+            return self.chooser.draft(self.ends.logits(hidden_KD[1:])[None], uniforms)
 
-    def _verify(self, block: list[int], start: int) -> tuple[list[int], Tensor]:
+    def _verify(self, drafts: Drafts, start: int, uniforms: Tensor | None) -> tuple[list[int], Tensor]:
         """Run the block through the target; return what is committed and its hidden states."""
-        logits_KV, hidden_KLD = self._step(block)
-        choices = self._choose(logits_KV)
-        accepted = 0
-        while accepted < len(block) - 1 and block[accepted + 1] == choices[accepted]:
-            accepted += 1
+        logits_KV, hidden_KLD = self._step(torch.cat([self.block_1K[:, :1], drafts.tokens_Bk], dim=1))
+        verdict_1X = self.chooser.verify(drafts, logits_KV[None], uniforms)
+        accepted, *tokens = verdict_1X[0].tolist()  # host sync: the one of a verify
         self.target_cache.crop(start + accepted + 1)
-        return choices[: accepted + 1], hidden_KLD[: accepted + 1]
+        return tokens[: accepted + 1], hidden_KLD[: accepted + 1]
 
-    def _step(self, token_ids: list[int]) -> tuple[Tensor, Tensor]:
+    def _step(self, ids_1T: Tensor) -> tuple[Tensor, Tensor]:
         self.result.target_forwards += 1
-        ids_1T = torch.tensor([token_ids], dtype=torch.int64, device=self.target.device)
         return self.target.step(ids_1T, self.target_cache, self.layer_ids)
-
-    def _choose(self, logits_KV: Tensor) -> list[int]:
-        """Pick the target's token per row.
-
-        Sampling each row independently is lossless: a draft survives exactly when it equals what the target
-        draws, and rows behind the first mismatch are thrown away.
-        """
-        if self.sampling is None:
-            choices: list[int] = logits_KV.argmax(dim=-1).tolist()
-            return choices
-        probs_KV = (logits_KV.float() / self.sampling.temperature).softmax(dim=-1)
-        drawn: list[int] = (
-            torch.multinomial(probs_KV, 1, generator=self.sampling.generator).flatten().tolist()
-        )
-        return drawn
 
     def _now_s(self) -> float:
         if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)  # host sync: times must cover the work
+            torch.cuda.synchronize(self.target.device)  # host sync: thrice a sequence, times must cover work
         return time.perf_counter()
 
 
-def _effective_block_size(drafter: DrafterLike | None, block_size: int | None) -> int:
+class _Stopwatch:
+    """Adds up the time of repeated stretches; on CUDA by events, so that measuring does not wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._mark()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._mark()
+
+    def reset(self) -> None:
+        """Forget what was measured."""
+        self._marks.clear()
+
+    def total_s(self) -> float:
+        """Return the sum; on CUDA only after the device has been waited for."""
+        pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
+        if self._is_cuda:
+            return float(sum(began.elapsed_time(ended) for began, ended in pairs)) / 1000
+        return float(sum(ended - began for began, ended in pairs))
+
+    def _mark(self) -> None:
+        if not self._is_cuda:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._marks.append(event)
+
+
+def effective_block_size(drafter: DrafterLike | None, block_size: int | None) -> int:
+    """Return the positions per block: 1 without a drafter, its own unless another is given."""
     if block_size is not None and block_size < 1:
         raise ConfigError(f"block_size must be at least 1, not {block_size}")
     if drafter is None:
@@ -263,7 +281,7 @@ def _effective_block_size(drafter: DrafterLike | None, block_size: int | None) -
     return drafter.config.block_size if block_size is None else block_size
 
 
-def _cut(tokens: list[int], limit: int, eos_ids: frozenset[int]) -> list[int]:
+def cut(tokens: list[int], limit: int, eos_ids: Collection[int]) -> list[int]:
     """Keep tokens up to the limit and to the first stop token, that one included."""
     kept = tokens[:limit]
     for index, token in enumerate(kept):

@@ -158,6 +158,50 @@ class Target:
         output: Tensor = self._model(**arguments, logits_to_keep=logits).logits
         return output[0, -logits:]
 
+    @property
+    def has_plain_cache(self) -> bool:
+        """True where keys and values are all there is to keep, so that rows can be overwritten."""
+        return self._is_plain()
+
+    @torch.no_grad()
+    def run_rows(
+        self,
+        input_ids_BT: Tensor,
+        entries: Any,
+        layer_ids: Sequence[int],
+        *,
+        positions_BT: Tensor,
+        visible_BTS: Tensor,
+        logits_to_keep: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Run several sequences at once against a cache that knows where each of them stands.
+
+        Args:
+            input_ids_BT: int64, on the target's device.
+            entries: a transformers cache; it decides which keys the layers get.
+            layer_ids: decoder layers to capture; may be empty.
+            positions_BT: position of every token in its own sequence.
+            visible_BTS: bool, which of the S keys a token may see.
+            logits_to_keep: last rows whose logits are wanted; 0 for all.
+
+        Returns:
+            `(logits_BTV, features_BTLD)`.
+        """
+        self.check_layer_ids(layer_ids)
+        hidden = torch.finfo(self.dtype).min
+        mask_B1TS = torch.zeros(visible_BTS.shape, dtype=self.dtype, device=self.device)
+        mask_B1TS = mask_B1TS.masked_fill_(~visible_BTS, hidden)[:, None]
+        with self._tap(layer_ids, stop_after_last=False) as tapped:
+            output = self._model(
+                input_ids=input_ids_BT,
+                position_ids=positions_BT,
+                attention_mask=mask_B1TS,
+                logits_to_keep=logits_to_keep,
+                use_cache=True,
+                **{self._cache_argument: entries},
+            )
+        return output.logits, _stack(tapped, layer_ids)
+
     def check_layer_ids(self, layer_ids: Sequence[int]) -> None:
         """Refuse ids that are no decoder layer, and the last one, whose meaning differs between engines."""
         bad = [layer for layer in layer_ids if not 0 <= layer < self.info.num_layers - 1]

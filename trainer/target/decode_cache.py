@@ -56,8 +56,11 @@ class TargetCache:
         return self.token_ids_T[self._stored :]
 
     def append(self, token_ids_T: Tensor) -> None:
-        """Note the tokens of a step that is about to run."""
-        self.token_ids_T = torch.cat([self.token_ids_T, token_ids_T.to("cpu")])
+        """Note the tokens of a step that is about to run, on the device where they are.
+
+        A copy to the host would make a GPU's every step wait.
+        """
+        self.token_ids_T = torch.cat([self.token_ids_T.to(token_ids_T.device), token_ids_T])
 
     def keep(self) -> None:
         """Copy what a rejection after the next step would need."""

@@ -4,89 +4,186 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.tiny_drafter import make_drafter, talkative_target
 from trainer.arguments import add_eval_arguments
 from trainer.checkpoint.export import export_drafter
-from trainer.errors import CheckpointError, ConfigError, DataError
-from trainer.eval.command import evaluate, run_eval
-from trainer.eval.report import MeasuredPrompt, build_report, render_table
+from trainer.errors import CheckpointError, ConfigError, DataError, DependencyError
+from trainer.eval import plot
+from trainer.eval.command import evaluate, parse_block_sizes, run_eval, sampling_of
+from trainer.eval.markdown import render_markdown
+from trainer.eval.report import MeasuredBlock, MeasuredPrompt, build_report, render_table
 from trainer.eval.speculative import SpeculativeResult
+from trainer.eval.speed import Timed, _record
+from trainer.eval.statistics import Counted, by_context_length, interval_of_mean
 
 
-def _measured(
-    name: str, counts: list[int], *, domain: str | None = "a", tokens: int = 10, plain: bool = False
-):
+def _measured(name: str, counts: list[int], *, domain: str | None = "a", tokens: int = 10) -> MeasuredPrompt:
     result = SpeculativeResult(
-        token_ids=list(range(1 + sum(counts))),
-        accept_counts=counts,
-        target_forwards=1 + len(counts),
-        decode_s=float(len(counts)),
-        draft_s=0.25 * len(counts),
+        token_ids=list(range(1 + sum(counts))), accept_counts=counts, target_forwards=1 + len(counts)
     )
-    other = None
-    if plain:
-        ones = [1] * sum(counts)
-        other = SpeculativeResult(
-            token_ids=result.token_ids,
-            accept_counts=ones,
-            target_forwards=1 + len(ones),
-            decode_s=float(len(ones)),
-        )
-    return MeasuredPrompt(id=name, domain=domain, prompt_tokens=tokens, speculative=result, plain=other)
+    return MeasuredPrompt(id=name, domain=domain, prompt_tokens=tokens, speculative=result)
+
+
+def _report(measured: list[MeasuredPrompt], *, size: int = 4, speed: dict | None = None, **setting) -> dict:
+    block = MeasuredBlock(block_size=size, prompts=measured, seconds=2.0, speed=speed)
+    return build_report([block], setting=setting)
 
 
 def test_figure_is_the_mean_of_prompt_means_not_of_verifies() -> None:
-    measured = [_measured("x", [4, 4]), _measured("y", [1, 1, 1, 1, 1, 1]), _measured("z", [])]
+    report = _report([_measured("x", [4, 4]), _measured("y", [1, 1, 1, 1, 1, 1]), _measured("z", [])])
 
-    report = build_report(measured, block_size=4, setting={})
-
-    assert report["acceptance_length"] == 2.5
+    (block,) = report["block_sizes"]
+    assert report["acceptance_length"] == block["acceptance_length"] == 2.5
+    assert report["micro_acceptance_length"] == 14 / 8
     assert report["acceptance_rate"] == 0.5
-    assert report["per_offset"] == [0.25, 0.25, 0.25]
     assert (report["prompts"], report["measured_prompts"], report["verifies"]) == (3, 2, 8)
-    assert report["per_prompt"][2]["acceptance_length"] is None
+    assert block["per_prompt"][2]["acceptance_length"] is None
+    assert block["tokens_s"] == 17 / 2.0
 
 
-def test_domains_and_context_lengths_have_their_own_figures() -> None:
+def test_acceptance_by_offset_is_told_with_and_without_its_condition() -> None:
+    (block,) = _report([_measured("x", [4, 4, 1]), _measured("y", [2, 1, 3, 1])])["block_sizes"]
+
+    assert [row["verifies"] for row in block["offsets"]] == [7, 4, 3]
+    assert [row["conditional"] for row in block["offsets"]] == [4 / 7, 3 / 4, 2 / 3]
+    assert [row["prefix"] for row in block["offsets"]] == [4 / 7, 3 / 7, 2 / 7]
+    # the mean over verifies is one plus the sum of the prefix shares
+    assert block["micro_acceptance_length"] == pytest.approx(1 + sum(r["prefix"] for r in block["offsets"]))
+
+
+def test_an_offset_that_was_never_reached_is_unknown() -> None:
+    (block,) = _report([_measured("x", [1, 1])])["block_sizes"]
+
+    assert [row["conditional"] for row in block["offsets"]] == [0.0, None, None]
+    assert [row["prefix"] for row in block["offsets"]] == [0.0, 0.0, 0.0]
+
+
+def test_domains_have_their_own_figures() -> None:
     measured = [
-        _measured("x", [4], domain="code", tokens=100),
-        _measured("y", [2], domain="lists", tokens=129),
-        _measured("z", [1], domain=None, tokens=10_000),
+        _measured("x", [4], domain="code"),
+        _measured("y", [2], domain="lists"),
+        _measured("z", [1], domain=None),
+        _measured("w", [], domain="lists"),
     ]
 
-    report = build_report(measured, block_size=4, setting={})
+    (block,) = _report(measured)["block_sizes"]
 
-    assert {name: group["acceptance_length"] for name, group in report["domains"].items()} == {
+    assert {name: group["acceptance_length"] for name, group in block["domains"].items()} == {
         "code": 4.0,
         "lists": 2.0,
         "none": 1.0,
     }
-    assert [group["acceptance_length"] for group in report["context_lengths"].values()] == [1.0, 4.0, 2.0]
+    assert block["domains"]["lists"]["prompts"] == 2
+    assert block["domains"]["lists"]["measured_prompts"] == 1
 
 
-def test_speedup_compares_the_same_prompts_only() -> None:
-    measured = [_measured("x", [4, 4], plain=True), _measured("y", [1, 1, 1])]
+def test_context_length_is_what_stood_before_each_verify() -> None:
+    prompts = [
+        Counted(prompt_tokens=126, accept_counts=[2, 3]),  # contexts of 127 and 129 tokens
+        Counted(prompt_tokens=10, accept_counts=[1]),
+        Counted(prompt_tokens=200_000, accept_counts=[4]),
+    ]
 
-    timing = build_report(measured, block_size=4, setting={})["speed"]
+    pieces = by_context_length(prompts)
 
-    assert timing["compared_prompts"] == timing["identical_outputs"] == 1
-    assert timing["plain_ms_per_token"] == 1000.0
-    assert timing["speculative_ms_per_token"] == 250.0
-    assert timing["speedup"] == 4.0
-    assert timing["draft_time_ratio"] == 0.25
+    assert [(piece["above"], piece["upto"], piece["verifies"]) for piece in pieces] == [
+        (0, 128, 2),
+        (128, 256, 1),
+        (131072, None, 1),
+    ]
+    assert [piece["acceptance_length"] for piece in pieces] == [1.5, 3.0, 4.0]
+    assert [piece["prompts"] for piece in pieces] == [2, 1, 1]
+
+
+def test_interval_holds_the_mean_and_narrows_with_more_prompts() -> None:
+    few = [Counted(prompt_tokens=1, accept_counts=[n]) for n in (1, 2, 3, 4)]
+
+    low, high = interval_of_mean(few)
+    narrow = interval_of_mean(few * 25)
+
+    assert low < 2.5 < high
+    assert narrow[1] - narrow[0] < (high - low) / 2
+    assert interval_of_mean(few) == [low, high]
+    assert interval_of_mean(few[:1]) is None
+
+
+def test_speedup_is_the_ratio_over_all_rounds() -> None:
+    plain, fast = Timed(), Timed()
+    for turn, slowness in enumerate((1.0, 3.0)):
+        ones = SpeculativeResult(token_ids=[1], accept_counts=[1] * 8, decode_s=8.0 * slowness)
+        fours = SpeculativeResult(
+            token_ids=[1], accept_counts=[4, 4], decode_s=2.0 * slowness, draft_s=0.5 * slowness
+        )
+        plain.add(turn, 0, ones)
+        fast.add(turn, 0, fours)
+
+    record = _record(plain, fast, [])
+
+    assert record["plain_ms_per_token"] == 2000.0
+    assert record["speculative_ms_per_token"] == 500.0
+    assert record["speedup"] == 4.0
+    assert record["speedup_per_round"] == [4.0, 4.0]
+    assert record["draft_time_ratio"] == 0.25
+    assert (record["compared_prompts"], record["identical_outputs"]) == (1, 1)
 
 
 def test_nothing_measured_is_unknown_not_zero() -> None:
-    report = build_report([_measured("x", [])], block_size=4, setting={})
+    report = _report([_measured("x", [])])
 
     assert report["acceptance_length"] is None
-    assert report["speed"]["speedup"] is None
+    assert report["block_sizes"][0]["context_lengths"] == []
     assert "acceptance length  unknown" in render_table(report)
+    assert "unknown" in render_markdown(report)
+
+
+def test_headline_is_that_of_the_trained_block_size() -> None:
+    blocks = [
+        MeasuredBlock(block_size=size, prompts=[_measured("x", [length])], seconds=1.0, speed=None)
+        for size, length in ((4, 2), (8, 5))
+    ]
+
+    assert build_report(blocks, setting={}, trained_block_size=8)["acceptance_length"] == 5.0
+    assert build_report(blocks, setting={}, trained_block_size=16)["acceptance_length"] == 2.0
+
+
+@pytest.mark.parametrize("text", ["", "0", "4,,8", "four", "-4", "4;8", "4.5"])
+def test_block_sizes_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--block-size takes whole numbers"):
+        parse_block_sizes(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--top-p", "0.9"], "--top-p needs --temperature"),
+        (["--scheme", "rejection"], "--scheme needs --temperature"),
+        (["--temperature", "-1"], "temperature must be above 0"),
+        (["--temperature", "nan"], "temperature must be above 0"),
+        (["--temperature", "1", "--top-p", "0"], "top_p must be above 0"),
+        (["--temperature", "1", "--top-p", "1.5"], "top_p must be above 0"),
+        (["--temperature", "1", "--top-k", "-2"], "top_k must be at least 0"),
+        (["--temperature", "1", "--seed", "-2"], "seed must be at least 0"),
+    ],
+)
+def test_sampling_that_cannot_work_is_refused(words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        sampling_of(_arguments(*words))
+
+
+def test_temperature_zero_is_greedy() -> None:
+    assert sampling_of(_arguments()) is None
+    assert sampling_of(_arguments("--temperature", "0")) is None
+
+
+def _arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_eval_arguments(parser)
+    return parser.parse_args(["--target-model=a", "--drafter=b", "--prompts=c", *words])
 
 
 @pytest.fixture
@@ -106,31 +203,70 @@ def inputs(tmp_path: Path) -> dict[str, Path]:
     }
 
 
-def test_eval_measures_all_prompts_and_writes_record_and_table(inputs, tmp_path, capsys) -> None:
+def test_eval_measures_all_prompts_and_writes_record_page_and_figure(inputs, tmp_path, capsys) -> None:
     parser = argparse.ArgumentParser()
     add_eval_arguments(parser)
-    record = tmp_path / "out" / "eval.json"
+    out = tmp_path / "out"
     words = [f"--{name.replace('_', '-')}={path}" for name, path in inputs.items()]
+    files = [f"--json={out}/eval.json", f"--markdown={out}/eval.md", f"--plot={out}/figures/eval.png"]
 
-    code = run_eval(parser.parse_args([*words, "--max-new-tokens", "12", "--json", str(record)]))
+    code = run_eval(parser.parse_args([*words, *files, "--max-new-tokens=8", "--block-size=4,2,6"]))
 
-    report = json.loads(record.read_text())
+    report = json.loads((out / "eval.json").read_text())
     assert code == 0
-    assert report["prompts"] == 12
+    assert (report["v"], report["prompts"], report["block_size"]) == (2, 12, 4)
+    assert [block["block_size"] for block in report["block_sizes"]] == [4, 2, 6]
     assert report["setting"]["skipped_prompts"] == {"no_prompt": 1}
-    assert report["speed"]["compared_prompts"] == report["speed"]["identical_outputs"] == 8
-    assert 1.0 <= report["acceptance_length"] < 2.0
-    assert set(report["domains"]) == {"code", "lists"}
+    assert report["setting"]["code"]["versions"]["torch"]
+    assert "block size 6 is larger than the trained one of 4" in report["setting"]["warnings"][0]
+    for block in report["block_sizes"]:
+        assert block["speed"]["compared_prompts"] == block["speed"]["identical_outputs"] == 8
+        assert len(block["speed"]["speedup_per_round"]) == 2
+        assert 1.0 <= block["acceptance_length"] < 2.0
+        assert len(block["offsets"]) == block["block_size"] - 1
+        assert set(block["domains"]) == {"code", "lists"}
     table = capsys.readouterr().out
     assert f"acceptance length  {report['acceptance_length']:.2f}" in table
     assert "lists" in table
+    page = (out / "eval.md").read_text()
+    assert "(figures/eval.png)" in page
+    assert "| code | 6 |" in page
+    assert (out / "figures" / "eval.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in out.iterdir()) == ["eval.json", "eval.md", "figures"]
 
 
-def test_eval_can_use_another_block_size(inputs) -> None:
-    report = evaluate(**inputs, max_new_tokens=6, block_size=2)
+def test_eval_samples_without_speed_and_repeats_itself(inputs) -> None:
+    settings = inputs | {
+        "max_new_tokens": 5,
+        "max_prompts": 4,
+        "with_speed": False,
+        "sampling": sampling_of(_arguments("--temperature=1", "--scheme=rejection", "--seed=3")),
+    }
 
-    assert report["setting"]["block_size"] == 2
-    assert len(report["per_offset"]) == 1
+    first, second = evaluate(**settings), evaluate(**settings, batch_size=4)
+
+    assert first["prompts"] == 4
+    assert first["figure"].endswith("sampled")
+    assert first["setting"]["sampling"]["scheme"] == "rejection"
+    assert first["block_sizes"][0]["speed"] is None
+    assert [row["accept_counts"] for row in first["block_sizes"][0]["per_prompt"]] == [
+        row["accept_counts"] for row in second["block_sizes"][0]["per_prompt"]
+    ]
+
+
+def test_a_figure_without_matplotlib_is_refused_before_anything_is_loaded(
+    inputs, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+    with pytest.raises(DependencyError, match=r"dflash-supervisor\[plot\]"):
+        evaluate(**(inputs | {"drafter": Path("nowhere")}), plot_path=tmp_path / "x.png")
+
+
+def test_a_figure_can_be_drawn_of_nothing(tmp_path) -> None:
+    plot.draw_report(_report([_measured("x", [])], size=1), tmp_path / "x.png")
+
+    assert (tmp_path / "x.png").stat().st_size > 1000
 
 
 def test_eval_refuses_a_drafter_of_another_target(inputs, tmp_path) -> None:
@@ -148,7 +284,7 @@ def test_eval_refuses_a_drafter_of_another_target(inputs, tmp_path) -> None:
         ({"device": "meta"}, ConfigError),
         ({"drafter": Path("nowhere")}, CheckpointError),
         ({"prompts": Path("nowhere.jsonl")}, DataError),
-        ({"block_size": 0}, ConfigError),
+        ({"max_prompts": 0}, ConfigError),
     ],
 )
 def test_eval_refuses_what_cannot_work(inputs, change: dict, error: type[Exception]) -> None:
@@ -157,6 +293,6 @@ def test_eval_refuses_what_cannot_work(inputs, change: dict, error: type[Excepti
 
 
 def test_drafter_weights_are_evaluated_in_fp32_on_the_cpu(inputs) -> None:
-    assert evaluate(**inputs, max_new_tokens=2)["setting"]["dtype"] == str(torch.float32).removeprefix(
-        "torch."
-    )
+    report = evaluate(**inputs, max_new_tokens=2, max_prompts=1, with_speed=False)
+
+    assert report["setting"]["dtype"] == "float32"

@@ -1,6 +1,7 @@
 """Golden properties 28 to 32: speculative decoding never changes what the target says.
 
-Number 30 covers deterministic drafts with sampled verification, the one sampling scheme there is.
+Number 30 covers both sampling schemes: sampled verification of the likeliest drafts, and rejection of
+sampled ones.
 """
 
 from __future__ import annotations
@@ -13,8 +14,17 @@ import pytest
 import torch
 
 from tests.support.tiny import tiny_target
-from tests.support.tiny_drafter import MASK_ID, drafter_config, make_drafter, talkative_target
-from trainer.eval.speculative import Sampling, speculative_generate
+from tests.support.tiny_drafter import (
+    FAMILIES,
+    MASK_ID,
+    drafter_config,
+    family_pair,
+    make_drafter,
+    talkative_target,
+)
+from trainer.eval.batched import decode_prompts
+from trainer.eval.speculative import speculative_generate
+from trainer.eval.verify import Chooser, Sampling, shape_probabilities
 from trainer.target.loader import load_target
 
 PROMPTS = [[5 + (7 * i + 3 * j) % 50 for j in range(1 + 3 * i)] for i in range(8)]
@@ -39,6 +49,21 @@ class ScriptedDrafter:
         hidden = self._head[torch.tensor(tokens)] * 100
         assert (hidden @ self._head.T).argmax(dim=1).tolist() == tokens
         return hidden
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_golden_28_output_equals_the_own_one_of_other_families(tmp_path, family: str) -> None:
+    target, drafter = family_pair(tmp_path, family)
+    prompt = PROMPTS[2]
+    own = _greedy(target, prompt, 9)
+
+    for size in (1, 2, 4, 8):
+        result = speculative_generate(
+            target, drafter, prompt, max_new_tokens=9, eos_ids={own[6]}, block_size=size
+        )
+
+        assert result.token_ids == own[: own.index(own[6]) + 1]
+    assert len(set(own)) > 2
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -98,37 +123,84 @@ def test_golden_29_oracle_reaches_the_block_size_and_adversary_one(target, size:
     assert best.token_ids == worst.token_ids == tokens[len(PROMPTS[3]) :][:33]
 
 
-def test_golden_30_sampled_output_follows_the_target(tmp_path) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.35, scheme="deterministic", seed=11),
+        Sampling(temperature=0.6, top_p=0.8, top_k=12, scheme="rejection", seed=11),
+    ],
+    ids=["deterministic", "rejection"],
+)
+def test_golden_30_sampled_output_follows_the_target(tmp_path, sampling: Sampling) -> None:
     target = load_target(tiny_target(tmp_path), device="cpu", dtype=torch.float32)
-    prompt, temperature, draws = PROMPTS[1], 0.35, 500
-    drafter = make_drafter(seed=4, block_size=4)
-    generator = torch.Generator().manual_seed(11)
-    exact = _two_token_distribution(target, prompt, temperature)
+    exact, draws = _two_token_distribution(target, PROMPTS[1], sampling), 300
 
-    seen = Counter(
-        tuple(
-            speculative_generate(
-                target,
-                drafter,
-                prompt,
-                max_new_tokens=2,
-                eos_ids=(),
-                block_size=3,
-                sampling=Sampling(temperature=temperature, generator=generator),
-            ).token_ids
-        )
-        for _ in range(draws)
+    # every draw is a prompt of its own, so each has its own random numbers
+    results = decode_prompts(
+        target,
+        make_drafter(seed=4, block_size=4),
+        [PROMPTS[1]] * draws,
+        max_new_tokens=2,
+        eos_ids=(),
+        block_size=3,
+        sampling=sampling,
+        batch_size=100,
     )
 
-    # Pairs that are expected five times or more get a cell each, the rest share one.
-    common = {pair: p for pair, p in exact.items() if p * draws >= 5}
-    rest = 1.0 - sum(common.values())
-    cells = [(seen[pair], p * draws) for pair, p in common.items()]
-    cells.append((draws - sum(count for count, _ in cells), rest * draws))
-    statistic = sum((count - expected) ** 2 / expected for count, expected in cells)
-    freedom = len(cells) - 1
-    assert freedom >= 5
-    assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.7 * math.sqrt(2 / (9 * freedom))) ** 3
+    seen = Counter(tuple(result.token_ids) for result in results)
+    statistic, freedom = _chi_square(seen, exact, draws)
+    assert freedom >= 4
+    assert statistic < _limit(freedom)
+
+
+@pytest.mark.parametrize("scheme", ["deterministic", "rejection"])
+def test_golden_30_all_pairs_of_a_tiny_vocabulary(scheme: str) -> None:
+    """A Markov chain for a target, so that all is known in closed form; a block of three, many times."""
+    draws, size, vocabulary = 20_000, 3, 5
+    generator = torch.Generator().manual_seed(3)
+    first_V = torch.randn(vocabulary, generator=generator)
+    then_VV = torch.randn(vocabulary, vocabulary, generator=generator) * 1.5
+    guess_kV = torch.randn(size - 1, vocabulary, generator=generator)
+    sampling = Sampling(temperature=0.9, top_p=0.97, scheme=scheme, seed=1)
+    chooser = Chooser(sampling, torch.device("cpu"))
+    streams = [sampling.stream(index) for index in range(draws)]
+
+    def verify(first_BV: torch.Tensor) -> list[list[int]]:
+        uniforms = chooser.uniforms(streams, size)
+        drafts = chooser.draft(guess_kV.expand(draws, -1, -1), uniforms)
+        return chooser.verify(
+            drafts, torch.cat([first_BV[:, None], then_VV[drafts.tokens_Bk]], dim=1), uniforms
+        ).tolist()
+
+    verdicts = verify(first_V.expand(draws, -1))
+    again = verify(then_VV[torch.tensor([tokens[1] for tokens in verdicts])])
+
+    # who accepted nothing has one token so far, and gets its second from the next verify
+    pairs = Counter(
+        (tokens[1], tokens[2] if tokens[0] else more[1]) for tokens, more in zip(verdicts, again, strict=True)
+    )
+    start = shape_probabilities(first_V, sampling).double().tolist()
+    chain = shape_probabilities(then_VV, sampling).double().tolist()
+    exact = {(i, j): start[i] * chain[i][j] for i in range(vocabulary) for j in range(vocabulary)}
+    statistic, freedom = _chi_square(pairs, exact, draws)
+    assert freedom >= 15
+    assert statistic < _limit(freedom)
+    assert {tokens[0] for tokens in verdicts} == {0, 1, 2}
+
+
+def _chi_square(seen: Counter, exact: dict, draws: int) -> tuple[float, int]:
+    """Outcomes expected five times or more get a cell each, the rest share one."""
+    common = {outcome: p for outcome, p in exact.items() if p * draws >= 5}
+    rest = max(0.0, 1.0 - sum(common.values()))
+    cells = [(seen[outcome], p * draws) for outcome, p in common.items()]
+    if rest * draws >= 1:
+        cells.append((draws - sum(count for count, _ in cells), rest * draws))
+    return sum((count - expected) ** 2 / expected for count, expected in cells), len(cells) - 1
+
+
+def _limit(freedom: int) -> float:
+    """The value that a true hypothesis exceeds once in about ten thousand (Wilson and Hilferty)."""
+    return freedom * (1 - 2 / (9 * freedom) + 3.7 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -185,13 +257,15 @@ def _greedy(target, prompt: list[int], count: int) -> list[int]:
     return out[len(prompt) :]
 
 
-def _two_token_distribution(target, prompt: list[int], temperature: float) -> dict[tuple[int, int], float]:
+def _two_token_distribution(target, prompt: list[int], sampling: Sampling) -> dict[tuple[int, int], float]:
     def next_token(ids: list[int]) -> list[float]:
         logits, _ = target.step(torch.tensor([ids]), target.new_cache(), ())
-        return (logits[-1].double() / temperature).softmax(dim=-1).tolist()
+        return shape_probabilities(logits[-1], sampling).double().tolist()
 
     exact: dict[tuple[int, int], float] = {}
     for first, p in enumerate(next_token(prompt)):
-        if p > 1e-3:
-            exact |= {(first, second): p * q for second, q in enumerate(next_token([*prompt, first]))}
+        if p > 1e-4:
+            exact |= {
+                (first, second): p * q for second, q in enumerate(next_token([*prompt, first])) if p * q > 0
+            }
     return exact
