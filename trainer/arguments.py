@@ -123,7 +123,8 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `export`."""
     add = parser.add_argument
-    add("--drafter", required=True, type=Path, metavar="DIR", help="an exported drafter (export/step-*)")
-    add("--check", action="store_true", help="only verify that serving engines will load it as trained")
+    add("--check", type=Path, metavar="DIR", help="only verify that engines will load it as it was trained")
+    add("--target-model", type=Path, metavar="DIR", help="with --check: also compare with this target")
+    add("--drafter", type=Path, metavar="DIR", help="an exported or published drafter to write again")
     add("--output", type=Path, metavar="DIR", help="write it there, with every key that some engine reads")
     add("--overwrite", action="store_true", help="replace an existing --output")

@@ -15,7 +15,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000
+"""Weights above this are split over several files with an index."""
 
 
 class ExportableDrafter(Protocol):
@@ -134,9 +136,9 @@ def write_export(
         directory.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
-        save_file(stored, scratch / WEIGHTS_NAME, metadata=metadata)
+        _save_weights(stored, scratch, metadata)
         (scratch / CONFIG_NAME).write_text(json.dumps(rendered, indent=2) + "\n")
-        for path in (scratch / WEIGHTS_NAME, scratch / CONFIG_NAME, scratch):
+        for path in (*scratch.iterdir(), scratch):
             _fsync(path)
         _put_in_place(scratch, directory)
     except (OSError, SafetensorError) as error:
@@ -152,17 +154,47 @@ def read_export(directory: Path) -> ExportedDrafter:
     Raises:
         CheckpointError: anything missing, extra, misnamed or misshapen; the message lists it.
     """
+    raw = read_config(directory)
+    fields = parse_config(raw, str(directory / CONFIG_NAME))
+    tensors = read_weights(directory)
+    _refuse_faults(raw, tensors, str(directory))
+    return ExportedDrafter(fields=fields, tensors=tensors, raw=raw)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read `config.json` as it is.
+
+    Raises:
+        CheckpointError: absent, or not a JSON object.
+    """
     if not (directory / CONFIG_NAME).is_file():
         raise CheckpointError(
             f"no exported drafter in {directory}: {CONFIG_NAME} is missing; name an export/step-* folder"
         )
-    raw = _read_json(directory / CONFIG_NAME)
-    fields = parse_config(raw, str(directory / CONFIG_NAME))
+    return _read_json(directory / CONFIG_NAME)
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """Read all tensors, of one file or of the shards that the index names.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or index and shards disagree.
+    """
+    if (directory / WEIGHTS_NAME).is_file():
+        return _read_tensors(directory / WEIGHTS_NAME)
+    if not (directory / INDEX_NAME).is_file():
+        raise CheckpointError(f"no drafter weights in {directory}: expected {WEIGHTS_NAME} or {INDEX_NAME}")
+    places = need(_read_json(directory / INDEX_NAME), "weight_map", INDEX_NAME)
     tensors: dict[str, Tensor] = {}
-    for path in _weight_files(directory):
-        tensors |= _read_tensors(path)
-    _refuse_faults(raw, tensors, str(directory))
-    return ExportedDrafter(fields=fields, tensors=tensors, raw=raw)
+    for shard in sorted(set(places.values())):
+        found = _read_tensors(directory / Path(shard).name)
+        strange = found.keys() ^ {name for name, place in places.items() if place == shard}
+        if strange:
+            raise CheckpointError(
+                f"{directory / INDEX_NAME} and {shard} disagree: {', '.join(sorted(strange)[:5])}"
+            )
+        tensors |= found
+    return tensors
 
 
 def check_export(directory: Path) -> ExportReport:
@@ -218,13 +250,27 @@ def _refuse_faults(config: Mapping[str, Any], tensors: Mapping[str, Tensor], sou
         raise CheckpointError(f"{source} does not hold the tensors of its config ({'; '.join(faults)})")
 
 
-def _weight_files(directory: Path) -> Sequence[Path]:
-    if (directory / WEIGHTS_NAME).is_file():
-        return [directory / WEIGHTS_NAME]
-    if (directory / INDEX_NAME).is_file():
-        shards = sorted(set(need(_read_json(directory / INDEX_NAME), "weight_map", INDEX_NAME).values()))
-        return [directory / Path(shard).name for shard in shards]
-    raise CheckpointError(f"no drafter weights in {directory}: expected {WEIGHTS_NAME} or {INDEX_NAME}")
+def _save_weights(tensors: Mapping[str, Tensor], folder: Path, metadata: Mapping[str, str]) -> None:
+    """Write one file, or shards below `SHARD_BYTES` with their index."""
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    if total <= SHARD_BYTES:
+        save_file(dict(tensors), folder / WEIGHTS_NAME, metadata=dict(metadata))
+        return
+    shards: list[dict[str, Tensor]] = [{}]
+    room = SHARD_BYTES
+    for name, tensor in tensors.items():
+        if tensor.nbytes > room and shards[-1]:
+            shards.append({})
+            room = SHARD_BYTES
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata=dict(metadata))
+        places |= dict.fromkeys(shard, file)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
