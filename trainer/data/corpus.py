@@ -2,14 +2,15 @@
 
 Called by `trainer.train` and tests. A row is `input_ids` with `loss_mask` or `prompt_len`, optionally
 `domain`. A bad row is skipped and counted by reason; a file that cannot be read, or a set without one good
-row, is a `DataError`. Samples live in flat arrays (5 bytes a token) shared by all readers. Must not import
-torch or know models.
+row, is a `DataError`. Reading holds a few hundred rows at a time; of a sample 10 bytes stay in memory, of its
+tokens 5 bytes each up to a limit, then they lie in a mapped file (see `token_store`). Must not import torch
+or know models.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,21 +21,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.errors import DataError, DependencyError
+from trainer.data.sources import READ_REASONS, import_pyarrow, list_data_files, read_rows, table_batches
+from trainer.data.staging import find_interrupted
+from trainer.data.token_store import CHUNK_TOKENS, TokenStore
+from trainer.errors import DataError
 
-HUGE_TOKENS = 4_194_304
+HUGE_TOKENS = CHUNK_TOKENS
 """Longer rows are taken for a mistake (a whole file in one row) and skipped, not truncated."""
-EXAMPLES_PER_REASON = 3
-SUFFIXES = (".parquet", ".arrow", ".jsonl")
+EXAMPLES_PER_REASON = 5
 COLUMNS = ("input_ids", "loss_mask", "prompt_len", "domain")
+MOST_DOMAINS = 65_000
+ROWS_PER_BATCH = 1024
 
 SKIP_REASONS = {
-    "bad_json": "the line is not a JSON object",
+    **READ_REASONS,
     "missing_input_ids": "the row has no input_ids",
     "missing_mask": "the row has neither loss_mask nor prompt_len",
     "wrong_type": "input_ids or loss_mask is not a flat list of whole numbers",
     "empty": "input_ids is empty",
-    "huge": f"more than {HUGE_TOKENS} tokens",
+    "huge": f"more than {HUGE_TOKENS:,} tokens",
     "wrong_length": "loss_mask and input_ids differ in length",
     "bad_mask": "loss_mask holds something else than 0 and 1",
     "bad_prompt_len": "prompt_len is not a whole number from 0 to the length",
@@ -95,12 +100,24 @@ class CorpusReport:
 class Corpus(Sequence[Sample]):
     """An immutable list of samples; index = sample id, stable for the same files and settings."""
 
-    def __init__(self, samples: Sequence[Sample], report: CorpusReport) -> None:
-        lengths = [len(sample.input_ids_T) for sample in samples]
-        self.offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
-        self._tokens = _flat([sample.input_ids_T for sample in samples], np.int32)
-        self._mask = _flat([sample.loss_mask_T for sample in samples], np.bool_)
-        self._domains = [sample.domain for sample in samples]
+    def __init__(
+        self, samples: Iterator[Sample], report: CorpusReport, *, store: TokenStore | None = None
+    ) -> None:
+        """Take all `samples`, one at a time; what `report` counts of them is filled meanwhile."""
+        self._store = TokenStore() if store is None else store
+        offsets, domains = array("q", [0]), array("H")
+        names: dict[str | None, int] = {None: 0}
+        for sample in samples:
+            self._store.append(sample.input_ids_T, sample.loss_mask_T)
+            offsets.append(self._store.tokens)
+            name = sample.domain
+            if name not in names and len(names) > MOST_DOMAINS:
+                name = "(others)"
+            domains.append(names.setdefault(name, len(names)))
+        self._store.seal()
+        self.offsets: NDArray[np.int64] = np.frombuffer(offsets, dtype=np.int64)
+        self._domains = np.frombuffer(domains, dtype=np.uint16) if domains else np.empty(0, np.uint16)
+        self._names = list(names)
         self.report = report
 
     @classmethod
@@ -113,26 +130,18 @@ class Corpus(Sequence[Sample]):
             vocab_size: rows of the target's embedding.
 
         Raises:
-            DataError: nothing to read, an unreadable file, or no usable row at all.
+            DataError: nothing to read, an unreadable file, a directory that `prepare` has half filled, or no
+                usable row at all.
             DependencyError: Parquet or Arrow files, and no pyarrow.
         """
+        interrupted = find_interrupted(Path(path))
+        if interrupted:
+            raise DataError(f"data directory is not whole: {path}: {interrupted}")
         report = CorpusReport()
-        samples: list[Sample] = []
-        for file in list_data_files(Path(path)):
-            for place, row in _read_rows(file):
-                report.rows += 1
-                outcome = parse_row(row, max_seq_len=max_seq_len, vocab_size=vocab_size)
-                if isinstance(outcome, str):
-                    report.skip(outcome, place)
-                    continue
-                report.truncated += len(outcome.input_ids_T) < len(row["input_ids"])
-                report.tokens += len(outcome.input_ids_T)
-                report.supervised_tokens += int(outcome.loss_mask_T.sum())
-                samples.append(outcome)
-        report.kept = len(samples)
-        if not samples:
+        corpus = cls(_good_samples(list_data_files(Path(path)), report, max_seq_len, vocab_size), report)
+        if not len(corpus):
             raise DataError(f"no usable sample in {path}: {report.render()}; first places: {report.examples}")
-        return cls(samples, report)
+        return corpus
 
     def __len__(self) -> int:
         return len(self._domains)
@@ -141,14 +150,16 @@ class Corpus(Sequence[Sample]):
         if isinstance(index, slice):
             return [self[position] for position in range(*index.indices(len(self)))]
         position = range(len(self))[index]
-        start, end = self.offsets[position], self.offsets[position + 1]
-        return Sample(self._tokens[start:end], self._mask[start:end], self._domains[position])
+        ids, mask = self._store.read(int(self.offsets[position]), int(self.offsets[position + 1]))
+        return Sample(ids, mask, self._names[self._domains[position]])
 
     def digest(self) -> str:
         """Identify the content: SHA-256 over lengths, tokens and masks, independent of file names."""
         digest = hashlib.sha256(self.offsets.tobytes())
-        digest.update(self._tokens.tobytes())
-        digest.update(self._mask.tobytes())
+        for ids in self._store.iter_ids():
+            digest.update(ids.data)
+        for mask in self._store.iter_masks():
+            digest.update(mask.data)
         return digest.hexdigest()
 
     @property
@@ -157,24 +168,27 @@ class Corpus(Sequence[Sample]):
         return np.diff(self.offsets)
 
 
-def list_data_files(path: Path) -> list[Path]:
-    """The data files behind `path`; sub-folders are not entered (held-out sets live there)."""
-    if path.is_file():
-        if path.suffix not in SUFFIXES:
-            raise DataError(f"data file must end in {', '.join(SUFFIXES)}: {path}")
-        return [path]
-    if not path.is_dir():
-        raise DataError(f"data directory does not exist: {path}")
-    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
-    if not files:
-        raise DataError(f"no {', '.join(SUFFIXES)} file directly in the data directory: {path}")
-    return files
+def _good_samples(
+    files: Sequence[Path], report: CorpusReport, max_seq_len: int, vocab_size: int
+) -> Iterator[Sample]:
+    for file in files:
+        for place, row, fault in _read(file):
+            report.rows += 1
+            outcome = fault or parse_row(row, max_seq_len=max_seq_len, vocab_size=vocab_size)
+            if isinstance(outcome, str):
+                report.skip(outcome, place)
+                continue
+            report.kept += 1
+            report.truncated += len(outcome.input_ids_T) < len(row["input_ids"])
+            report.tokens += len(outcome.input_ids_T)
+            report.supervised_tokens += int(outcome.loss_mask_T.sum())
+            yield outcome
 
 
 def parse_row(row: Any, *, max_seq_len: int, vocab_size: int) -> Sample | str:
     """Check one row; returns the (possibly truncated) sample, or a key of `SKIP_REASONS`."""
     if not isinstance(row, dict):
-        return "bad_json"
+        return "not_an_object"
     ids = _parse_ids(row.get("input_ids"), vocab_size)
     if isinstance(ids, str):
         return ids
@@ -194,7 +208,7 @@ def parse_row(row: Any, *, max_seq_len: int, vocab_size: int) -> Sample | str:
 def _parse_ids(value: Any, vocab_size: int) -> NDArray[np.int64] | str:
     if value is None:
         return "missing_input_ids"
-    ids = _as_integers(value)
+    ids = _as_integers(value, {int})
     if ids is None:
         return "wrong_type"
     if ids.size == 0:
@@ -210,7 +224,7 @@ def _parse_mask(row: dict[str, Any], length: int) -> NDArray[np.bool_] | str:
     value = row.get("loss_mask")
     if value is None:
         return _mask_from_prompt_len(row.get("prompt_len"), length)
-    mask = _as_integers(value)
+    mask = _as_integers(value, {int, bool})
     if mask is None:
         return "wrong_type"
     if mask.size != length:
@@ -228,89 +242,69 @@ def _mask_from_prompt_len(prompt_len: Any, length: int) -> NDArray[np.bool_] | s
     return np.arange(length) >= prompt_len
 
 
-def _as_integers(value: Any) -> NDArray[np.int64] | None:
-    if not isinstance(value, list | np.ndarray):
+def _as_integers(value: Any, types: set[type]) -> NDArray[np.int64] | None:
+    """The list as an array where every member is of one of `types` and fits; else None."""
+    if isinstance(value, list):
+        # numpy would take True for 1 between numbers, and 2.0 for 2 is a mistake of whoever wrote it.
+        if not set(map(type, value)) <= types:
+            return None
+        try:
+            return np.asarray(value, dtype=np.int64)
+        except OverflowError:
+            return None
+    if not isinstance(value, np.ndarray) or value.ndim != 1:
         return None
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        return None
-    if array.size == 0 and array.ndim == 1:
+    if value.size == 0:
         return np.empty(0, dtype=np.int64)
-    # Booleans and integers only; a float, a string, a null or a nested list shows in kind or ndim.
-    if array.ndim != 1 or array.dtype.kind not in "biu":
-        return None
-    return array.astype(np.int64)
+    is_fitting = value.dtype.kind in "iu" or (bool in types and value.dtype.kind == "b")
+    return value.astype(np.int64) if is_fitting else None
 
 
-def _read_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    return _read_jsonl(file) if file.suffix == ".jsonl" else _read_columnar(file)
+def _read(file: Path) -> Iterator[tuple[str, Any, str | None]]:
+    """Place, row and fault of each row of a file."""
+    if file.suffix != ".jsonl":
+        yield from _read_columns(file)
+        return
+    for row in read_rows(file):
+        yield row.place, row.value, row.fault
 
 
-def _read_jsonl(file: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        with file.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield f"{file.name}:{number}", _parse_json(line)
-    except OSError as error:
-        raise DataError(f"cannot read data file: {file}: {error}") from error
-
-
-def _parse_json(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
-
-
-def _read_columnar(file: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise DependencyError(
-            f"reading {file.name} needs pyarrow: pip install 'dflash-supervisor[data]', or use JSONL"
-        ) from error
+def _read_columns(file: Path) -> Iterator[tuple[str, Any, str | None]]:
+    pa, _ = import_pyarrow(f"reading {file.name}")
     number = 0
-    try:
-        batches = (
-            pq.ParquetFile(file).iter_batches() if file.suffix == ".parquet" else _arrow_batches(pa, file)
-        )
-        for batch in batches:
-            columns = {name: _cells(pa, batch.column(name)) for name in COLUMNS if name in batch.schema.names}
-            for index in range(batch.num_rows):
-                number += 1
-                yield f"{file.name}:{number}", {name: cells[index] for name, cells in columns.items()}
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"cannot read data file: {file}: {error}") from error
+    for batch in table_batches(file, rows=ROWS_PER_BATCH):
+        columns = {name: _cells(pa, batch.column(name)) for name in COLUMNS if name in batch.schema.names}
+        for index in range(batch.num_rows):
+            number += 1
+            row = {name: cells[index] for name, cells in columns.items()}
+            fault = "bad_encoding" if any(value is _NOT_UTF8 for value in row.values()) else None
+            yield f"{file.name}:{number}", row, fault
+
+
+_NOT_UTF8 = object()
 
 
 def _cells(pa: Any, column: Any) -> Sequence[Any]:
     """Python values of a column; lists of whole numbers stay arrays (building lists takes minutes per GB)."""
     is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    if not is_list or column.null_count or not pa.types.is_integer(column.type.value_type):
-        cells: list[Any] = column.to_pylist()
-        return cells
-    if column.values.null_count:
-        return list(column.to_pylist())
+    is_plain = is_list and not column.null_count and pa.types.is_integer(column.type.value_type)
+    if not is_plain or column.values.null_count:
+        return _python_cells(column)
     values = column.values.to_numpy()
     offsets = column.offsets.to_numpy()
     return [values[start:end] for start, end in pairwise(offsets.tolist())]
 
 
-def _arrow_batches(pa: Any, file: Path) -> Iterator[Any]:
-    # The stream format is what dataset libraries write; the random-access format has a magic at its start.
-    with pa.memory_map(str(file)) as source:
-        if source.read(6) == b"ARROW1":
-            reader = pa.ipc.open_file(source)
-            yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
-        else:
-            source.seek(0)
-            yield from pa.ipc.open_stream(source)
+def _python_cells(column: Any) -> list[Any]:
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        # One text is not UTF-8: find out which.
+        return [_python_cell(column, index) for index in range(len(column))]
 
 
-def _flat(parts: list[Any], dtype: Any) -> NDArray[Any]:
-    flat: NDArray[Any] = np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype=dtype)
-    flat.setflags(write=False)
-    return flat
+def _python_cell(column: Any, index: int) -> Any:
+    try:
+        return column[index].as_py()
+    except UnicodeDecodeError:
+        return _NOT_UTF8

@@ -97,7 +97,10 @@ def test_prompt_len_stands_for_a_mask(tmp_path):
 
 
 BAD_ROWS = {
-    "bad_json": ["{not json", [1, 2], "3"],
+    "bad_json": ["{not json", "{} {}", "{'a': 1}"],
+    "not_an_object": [[1, 2], "3", "null"],
+    "duplicate_key": ['{"input_ids": [5], "input_ids": [5, 6, 7, 8], "prompt_len": 1}'],
+    "too_deep": ["[" * 100_000],
     "missing_input_ids": [{"loss_mask": [1]}],
     "missing_mask": [{"input_ids": [5, 6, 7]}],
     "wrong_type": [
@@ -108,6 +111,10 @@ BAD_ROWS = {
         GOOD | {"input_ids": [5, [6], 7, 8]},
         GOOD | {"loss_mask": ["0", "0", "1", "1"]},
         GOOD | {"input_ids": [5, 2**70, 7, 8]},
+        GOOD | {"input_ids": [5, True, 7, 8]},
+        GOOD | {"input_ids": [False] * 4},
+        GOOD | {"input_ids": [5.0, 6, 7, 8]},
+        GOOD | {"loss_mask": [0.0, 0, 1, 1]},
     ],
     "empty": [GOOD | {"input_ids": [], "loss_mask": []}],
     "wrong_length": [GOOD | {"loss_mask": [0, 1, 1]}],
@@ -136,7 +143,8 @@ def test_a_huge_row_is_skipped(tmp_path, monkeypatch):
 
 
 def test_every_reason_is_explained_and_tried():
-    assert set(BAD_ROWS) | {"huge"} == set(SKIP_REASONS)
+    # bad_encoding and line_too_long are lines that are not written as JSON: see test_bad_rows.py
+    assert set(BAD_ROWS) | {"huge", "bad_encoding", "line_too_long"} == set(SKIP_REASONS)
 
 
 def test_a_long_row_is_cut_and_counted(tmp_path):
