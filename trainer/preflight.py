@@ -17,8 +17,8 @@ from typing import Any
 
 from trainer.checkpoint.drafter_format import expected_shapes
 from trainer.config import TrainConfig
-from trainer.data.corpus import SUFFIXES
 from trainer.data.prompts import read_prompts
+from trainer.data.sources import SUFFIXES
 from trainer.errors import ConfigError, DataError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
