@@ -31,6 +31,7 @@ from trainer.optim.adamw import AdamWSettings, MasterAdamW
 from trainer.optim.replicas import ReplicaGroup
 from trainer.pipeline.devices import available_bytes, cpu_threads, pick_attention, pick_dtype, worker_names
 from trainer.pipeline.messages import BatchPlanItem
+from trainer.pipeline.nodes import Nodes
 from trainer.pipeline.queues import FeedQueue, HiddenStatesQueue
 from trainer.pipeline.transfer import PinnedPool, QueuedPack, open_receiver, open_sender
 from trainer.pipeline.workers import Board
@@ -100,12 +101,13 @@ class Lines:
     with_last_hidden: bool
 
 
-def load_parts(config: TrainConfig, *, enter: Callable[[str], None]) -> Parts:
+def load_parts(config: TrainConfig, *, enter: Callable[[str], None], ranks: int = 1) -> Parts:
     """Read data and target, and build a fresh drafter.
 
     Args:
         config: of the run.
         enter: called with the name of what is loaded next; may raise to leave.
+        ranks: machines that train together.
     """
     enter("data")
     torch.set_num_threads(cpu_threads(config))
@@ -124,7 +126,7 @@ def load_parts(config: TrainConfig, *, enter: Callable[[str], None]) -> Parts:
     enter("target: batch against single sequences")
     check = check_batching(targets[0], corpus, replicas[0].drafter.config.target_layer_ids)
     _LOG.info("target: a batch differs from single sequences by %.1e of the states' size", check.worst[1])
-    sampler, plan = _plan_packs(config, corpus)
+    sampler, plan = _plan_packs(config, corpus, ranks)
     return Parts(
         corpus=corpus,
         sampler=sampler,
@@ -191,7 +193,7 @@ def _build_drafter(config: TrainConfig, target: Target, device: str) -> Drafter:
     return drafter
 
 
-def _plan_packs(config: TrainConfig, corpus: Corpus) -> tuple[PackSampler, StepPlan]:
+def _plan_packs(config: TrainConfig, corpus: Corpus, ranks: int) -> tuple[PackSampler, StepPlan]:
     """Deal the samples into packs; the number of steps follows, it is the same in every epoch."""
     optim = config.optim
     sampler = PackSampler(
@@ -205,20 +207,23 @@ def _plan_packs(config: TrainConfig, corpus: Corpus) -> tuple[PackSampler, StepP
     packs = len(sampler.plan(0))
     total_packs = packs * optim.epochs
     fresh = StepPlan(first_step=0, total_steps=0, total_packs=total_packs, packs_per_epoch=packs, tokens=0)
-    return sampler, plan_steps(config, fresh, step=0, packs_done=0, tokens=0)
+    return sampler, plan_steps(config, fresh, ranks=ranks, step=0, packs_done=0, tokens=0)
 
 
-def plan_steps(config: TrainConfig, plan: StepPlan, *, step: int, packs_done: int, tokens: int) -> StepPlan:
+def plan_steps(
+    config: TrainConfig, plan: StepPlan, *, ranks: int, step: int, packs_done: int, tokens: int
+) -> StepPlan:
     """Return the plan from a step on, whatever number of drafters made the steps before it.
 
     Args:
         config: of this run.
         plan: any plan of the same packs.
+        ranks: machines that train together, each with the drafters of `config`.
         step: optimizer steps done.
         packs_done: packs that went into them.
         tokens: tokens that went into them.
     """
-    packs_per_step = config.optim.grad_accum * len(config.devices.drafters())
+    packs_per_step = ranks * _own_packs_per_step(config)
     return dataclasses.replace(
         plan,
         first_step=step,
@@ -235,7 +240,13 @@ def plan_steps(config: TrainConfig, plan: StepPlan, *, step: int, packs_done: in
     )
 
 
-def run_identity(config: TrainConfig, parts: Parts, code: Mapping[str, Any]) -> dict[str, Any]:
+def _own_packs_per_step(config: TrainConfig) -> int:
+    return config.optim.grad_accum * len(config.devices.drafters())
+
+
+def run_identity(
+    config: TrainConfig, parts: Parts, code: Mapping[str, Any], *, ranks: int = 1
+) -> dict[str, Any]:
     """Return what a stored state is compared by; `code` is `runfolder.describe_code`'s record."""
     return {
         "config": config.as_dict(),
@@ -246,7 +257,11 @@ def run_identity(config: TrainConfig, parts: Parts, code: Mapping[str, Any]) -> 
             "sha256": parts.corpus.digest(),
         },
         "target": target_fingerprint(parts.target.info.path, mask_token_id=parts.target.info.mask_token_id),
-        "world": {"targets": list(config.devices.targets()), "drafters": list(config.devices.drafters())},
+        "world": {
+            "targets": list(config.devices.targets()),
+            "drafters": list(config.devices.drafters()),
+            "machines": ranks,
+        },
         "plan": {"total_steps": parts.plan.total_steps},
         "seeds": {"run": config.optim.seed},
         "versions": {"torch": code["versions"]["torch"]},
@@ -335,9 +350,15 @@ def build_drafter_workers(
     *,
     targets: Sequence[TargetWorker],
     hooks: StepHooks,
+    nodes: Nodes | None = None,
 ) -> tuple[DrafterWorker, ...]:
     """Build each drafter thread's work; the first one leads and calls the hooks."""
-    group = ReplicaGroup(board, worker_names("drafter", config.devices.drafters()))
+    group = ReplicaGroup(
+        board,
+        worker_names("drafter", config.devices.drafters()),
+        packs_per_step=_own_packs_per_step(config),
+        nodes=nodes,
+    )
     return tuple(
         _build_drafter_worker(
             config, parts, lines, board, group=group, number=number, targets=targets, hooks=hooks

@@ -84,6 +84,24 @@ LAUNCHER_VARIABLES = (RUN_DIR_VARIABLE, "DFLASH_RUN_TOKEN")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """How many trainers make this run, one per machine, and which of them this is.
+
+    `address` and `port` are where they meet; nobody meets where `size` is 1.
+    """
+
+    rank: int = 0
+    size: int = 1
+    address: str = ""
+    port: int = 0
+
+    @property
+    def meeting_point(self) -> str:
+        """Address and port as text."""
+        return f"{self.address}:{self.port}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
     """A finished configuration with its provenance.
 
@@ -95,6 +113,7 @@ class Resolved:
     notes: tuple[str, ...]
     run_dir: Path
     is_own_run_dir: bool
+    world: World = World()
 
 
 def resolve(
@@ -136,14 +155,48 @@ def resolve(
         put(_FLAG_BY_NAME[name].key, value, name)
 
     config = _build(values, sources)
+    world = find_world(environ)
     run_dir = environ.get(RUN_DIR_VARIABLE, "")
+    own_run_dir = Path(config.paths.output_dir) / (f"run-rank{world.rank}" if world.rank else "run")
     return Resolved(
         config=config,
         sources=sources,
         notes=tuple(notes),
-        run_dir=Path(run_dir) if run_dir else Path(config.paths.output_dir) / "run",
+        run_dir=Path(run_dir) if run_dir else own_run_dir,
         is_own_run_dir=not run_dir,
+        world=world,
     )
+
+
+def find_world(environ: Mapping[str, str]) -> World:
+    """Read what `torchrun` (or whoever starts one trainer per machine) says in the environment.
+
+    Raises:
+        ConfigError: a variable is missing or no number, or several trainers were started on one machine.
+    """
+    if environ.get("WORLD_SIZE", "1") == "1":
+        return World()
+    if environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            f"torchrun started {environ['LOCAL_WORLD_SIZE']} trainers on this machine, but one drives all of "
+            "its devices: use --nproc-per-node 1"
+        )
+    names = ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    bad = [f"{name}={environ.get(name, '')}" for name in names if not environ.get(name, "").isdigit()]
+    if bad or not environ.get("MASTER_ADDR"):
+        raise ConfigError(
+            f"RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must all be set for several machines: "
+            f"{', '.join(bad) or 'no MASTER_ADDR'}; start with torchrun, or unset WORLD_SIZE"
+        )
+    rank, size, port = (int(environ[name]) for name in names)
+    if rank >= size:
+        raise ConfigError(f"RANK must be below WORLD_SIZE: {rank} of {size}")
+    return World(rank=rank, size=size, address=environ["MASTER_ADDR"], port=port)
+
+
+def set_collective_defaults() -> None:
+    """Let a lost peer be a wait that the trainer ends itself, not an abort of the process by a library."""
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
 def render_reference() -> str:

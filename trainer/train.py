@@ -7,8 +7,11 @@ training logic: that is the workers'.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import functools
+import json
 import logging
 import time
 import uuid
@@ -30,24 +33,26 @@ from trainer.assembly import (
 )
 from trainer.checkpoint.lineage import StartPoint, choose_start, resume_record
 from trainer.checkpoint.saver import RunFacts, Saver
-from trainer.checkpoint.state import compare, read_record, read_state
+from trainer.checkpoint.state import TrainState, compare, read_record, read_state
 from trainer.checkpoint.store import CheckpointStore
 from trainer.config import TrainConfig
 from trainer.data.chat import encode_prompt
 from trainer.data.prompts import read_prompts
 from trainer.data.sampler import Feeder
-from trainer.drafter.worker import DrafterWorker, StepHooks, StepPlan
+from trainer.drafter.worker import DrafterWorker, StepHooks
 from trainer.errors import EXIT_FINISHED, EXIT_STOPPED, ConfigError, PipelineError
 from trainer.eval.online import OnlineEvaluation
 from trainer.eval.speculative import TargetLike
-from trainer.flags import Resolved, has_wandb_key
+from trainer.flags import Resolved, has_wandb_key, set_collective_defaults
 from trainer.lifecycle.exits import describe
 from trainer.lifecycle.heartbeat import StatusFile
 from trainer.lifecycle.runfolder import describe_code, hold_output, write_json, write_run_record
-from trainer.lifecycle.signals import SignalCounter, StoppedEarlyError
+from trainer.lifecycle.signals import SignalCounter, StoppedEarlyError, StopRequest
 from trainer.lifecycle.stalls import NativeDump, StartWatch, log_stacks
 from trainer.lifecycle.stopping import StopWatch
 from trainer.pipeline.devices import check_devices
+from trainer.pipeline.nodes import Nodes
+from trainer.pipeline.pulse import StopNote
 from trainer.pipeline.records import connect_sources
 from trainer.pipeline.workers import Board, WorkerGroup
 from trainer.target.kernels import find_kernels
@@ -81,6 +86,9 @@ class Trainer:
         self._worker: DrafterWorker | None = None
         self._saver: Saver | None = None
         self._is_finished = False
+        self._nodes: Nodes | None = None
+        self._wandb_id = ""
+        self._rank, self._ranks = resolved.world.rank, resolved.world.size
 
     def train(self) -> int:
         """Go through all phases; returns the exit code of a finished or stopped run.
@@ -89,16 +97,23 @@ class Trainer:
             TrainerError: anything that ends the run before its end; its class decides the exit code.
         """
         check_devices(self.config)
-        with hold_output(self._output_dir):
+        # only rank 0 writes into the output folder, so only it keeps others out
+        with contextlib.nullcontext() if self._rank else hold_output(self._output_dir):
             self._signals.install()
             try:
                 write_run_record(self._resolved, self._code)
                 self._open_status()
+                self._join_nodes()
                 self._go_through_phases()
+                self._part_from_nodes()
             except StoppedEarlyError:
-                self._stopping.look()
-                _LOG.info("stopped before the first step; nothing to save")
+                self._leave_early()
             except Exception as error:
+                if self._nodes is not None:
+                    if self._worker is None and self._nodes.look_for_stop() is not None:
+                        self._leave_early()
+                        return EXIT_STOPPED
+                    self._nodes.fail(describe(error))
                 self._status.set_message(describe(error))
                 raise
             finally:
@@ -111,12 +126,12 @@ class Trainer:
         return EXIT_STOPPED
 
     def _go_through_phases(self) -> None:
-        start = choose_start(self._output_dir, self.config.checkpoint.resume)
-        self._wandb_id = self._choose_wandb_id(start)
+        start = self._choose_start()
         self._reporter = self._open_telemetry()
         try:
             self._store = CheckpointStore(self._output_dir / start.lineage)
-            self._store.prepare()
+            if not self._rank:
+                self._store.prepare()
             with self._signals.interrupting(), self._start_watch.watching():
                 self._parts = parts = self._load(start)
             if parts.plan.first_step >= parts.plan.total_steps:
@@ -144,7 +159,13 @@ class Trainer:
         """Report what is off and why, refuse what must not be off, then start the telemetry thread."""
         for note in self._resolved.notes:
             _LOG.warning("%s", note)
-        telemetry = Telemetry(self.config, has_cuda=torch.cuda.is_available(), has_wandb_key=has_wandb_key())
+        config = self.config
+        if self._rank:
+            # one run of W&B for all machines: rank 0's
+            config = dataclasses.replace(
+                config, wandb=dataclasses.replace(config.wandb, mode="disabled", project="")
+            )
+        telemetry = Telemetry(config, has_cuda=torch.cuda.is_available(), has_wandb_key=has_wandb_key())
         telemetry.found += find_kernels(self.config)
         records = capabilities.report(telemetry.found)
         write_json(self._resolved.run_dir / "startup.json", {"v": 1, "capabilities": records})
@@ -161,21 +182,87 @@ class Trainer:
         reporter.start()
         return reporter
 
+    def _choose_start(self) -> StartPoint:
+        """Decide where to begin; on several machines rank 0 decides, for it alone has the checkpoints."""
+        start = None if self._rank else choose_start(self._output_dir, self.config.checkpoint.resume)
+        if start is not None:
+            self._wandb_id = self._choose_wandb_id(start)
+        if self._nodes is not None:
+            shared = self._nodes.share({"lineage": start.lineage} if start else None)
+            start = start or StartPoint(lineage=shared["lineage"], state_dir=None, skipped=())
+        assert start is not None
+        return start
+
     def _choose_wandb_id(self, start: StartPoint) -> str:
         stored = "" if start.state_dir is None else read_record(start.state_dir).get("wandb_id", "")
         return stored or uuid.uuid4().hex[:12]
+
+    # -- several machines ---------------------------------------------------------------------------------
+
+    def _join_nodes(self) -> None:
+        """Meet the trainers of the other machines, where there are some."""
+        world = self._resolved.world
+        if world.size == 1:
+            return
+        set_collective_defaults()
+        self._status.set_phase("loading", f"waiting for {world.size - 1} other machines")
+        with self._signals.interrupting():
+            uses_cuda = self.config.devices.drafters()[0] != "cpu"
+            self._nodes = Nodes(world, self._board, uses_cuda=uses_cuda)
+
+    def _require_same(self, parts: Parts) -> None:
+        """Refuse to train with a machine whose data, target or settings differ."""
+        if self._nodes is None:
+            return
+        config, identity = self.config, self._identity
+        self._nodes.require_same(
+            {
+                "config_hash": identity["config_hash"],
+                "data.sha256": identity["data"]["sha256"],
+                "target": json.dumps(identity["target"], sort_keys=True),
+                "drafters": len(parts.replicas),
+                "drafter dtype": parts.drafter.dtype,
+                "checkpoint.every": config.checkpoint.every,
+                "torch": identity["versions"]["torch"],
+            }
+        )
+
+    def _part_from_nodes(self) -> None:
+        if self._nodes is None:
+            return
+        if self._stopping.is_abandoned:
+            self._nodes.fail("stopped by a second signal")
+        else:
+            self._nodes.close()
+
+    def _leave_early(self) -> None:
+        self._stopping.look()
+        if self._nodes is not None:
+            self._nodes.announce_stop(save=False)
+            self._nodes.fail("stopped before the first step")
+        _LOG.info("stopped before the first step; nothing to save")
+
+    def _take_over_stop(self, note: StopNote | None) -> bool:
+        """Stop here too when another machine was asked to; True when that is news."""
+        if note is None or self._stopping.request is not None:
+            return False
+        self._stopping.join(
+            StopRequest(id=None, reason=f"rank {note.rank} stops", deadline_s=None, save=note.save)
+        )
+        return True
 
     # -- loading ------------------------------------------------------------------------------------------
 
     def _load(self, start: StartPoint) -> Parts:
         """Read data and models, build the drafter, and take a stored state over."""
-        parts = load_parts(self.config, enter=self._enter_loading)
-        self._identity = run_identity(self.config, parts, self._code)
-        if start.state_dir is not None:
-            parts.plan = self._resume(parts, start.state_dir, start)
-        self._saver = self._open_saver(parts, start)
+        parts = load_parts(self.config, enter=self._enter_loading, ranks=self._ranks)
+        self._identity = run_identity(self.config, parts, self._code, ranks=self._ranks)
+        self._require_same(parts)
+        self._resume(parts, start)
         self._status.progress(parts.plan.first_step, parts.plan.total_steps)
-        self._open_evaluation(parts)
+        if not self._rank:
+            self._saver = self._open_saver(parts, start)
+            self._open_evaluation(parts)
         return parts
 
     def _enter_loading(self, what: str) -> None:
@@ -183,14 +270,47 @@ class Trainer:
         self._start_watch.enter(f"loading {what}")
         self._status.set_phase("loading", what)
 
-    def _resume(self, parts: Parts, state_dir: Path, start: StartPoint) -> StepPlan:
-        """Load the state, after comparing what it belongs to with this run."""
-        state = read_state(state_dir)
+    def _resume(self, parts: Parts, start: StartPoint) -> None:
+        """Take a stored state over, if there is one, after comparing what it belongs to with this run."""
+        state = self._read_state(start)
+        if state is None:
+            return
         parts.consumed.load(state.tensors)
         parts.plan = plan_steps(
-            self.config, parts.plan, step=state.step, packs_done=parts.consumed.count(), tokens=state.tokens
+            self.config,
+            parts.plan,
+            ranks=self._ranks,
+            step=state.step,
+            packs_done=parts.consumed.count(),
+            tokens=state.tokens,
         )
         self._identity["plan"]["total_steps"] = parts.plan.total_steps
+        if start.state_dir is not None:
+            self._record_resume(state, start, start.state_dir)
+        for replica in parts.replicas:
+            replica.optimizer.load_state_tensors(state.tensors)
+        _LOG.info(
+            "resumed from %s: step %d, %d packs consumed%s",
+            start.state_dir or "rank 0",
+            state.step,
+            parts.consumed.count(),
+            f"; skipped {len(start.skipped)} damaged" if start.skipped else "",
+        )
+
+    def _read_state(self, start: StartPoint) -> TrainState | None:
+        """Read the state; the other machines, which may not see the output folder, get rank 0's."""
+        state = None if start.state_dir is None else read_state(start.state_dir)
+        if self._nodes is None:
+            return state
+        head = self._nodes.share(
+            None if self._rank else {} if state is None else {"step": state.step, "tokens": state.tokens}
+        )
+        if not head:
+            return None
+        tensors = self._nodes.share_tensors(None if state is None else state.tensors)
+        return state or TrainState(step=head["step"], tokens=head["tokens"], meta={}, tensors=tensors)
+
+    def _record_resume(self, state: TrainState, start: StartPoint, state_dir: Path) -> None:
         differences = compare(state.meta, self._identity)
         for line in differences:
             _LOG.warning("resumed with a difference: %s", line)
@@ -198,17 +318,7 @@ class Trainer:
             self._resolved.run_dir / "resume.json",
             resume_record(start, state.step, differences, is_ordered=self.config.queue.ordered),
         )
-        for replica in parts.replicas:
-            replica.optimizer.load_state_tensors(state.tensors)
         self._status.checkpoint_saved(state.step, state_dir, start.saved_at())
-        _LOG.info(
-            "resumed from %s: step %d, %d packs consumed%s",
-            state_dir,
-            state.step,
-            parts.consumed.count(),
-            f"; skipped {len(start.skipped)} damaged" if start.skipped else "",
-        )
-        return parts.plan
 
     def _open_saver(self, parts: Parts, start: StartPoint) -> Saver:
         config = self.config.checkpoint
@@ -257,13 +367,22 @@ class Trainer:
         feeder = Feeder(
             parts.sampler,
             lines.feed,
-            is_consumed=parts.consumed.has,
+            # as it is now: what the machines consume later must not change how they deal the rest
+            is_consumed=copy.deepcopy(parts.consumed).has,
             open_epoch=lines.hidden_states.open_epoch,
             board=board,
+            rank=self._rank,
+            ranks=self._ranks,
         )
         targets = build_target_workers(config, parts, lines, board)
         drafters = build_drafter_workers(
-            config, parts, lines, board, targets=targets, hooks=self._hooks(parts, lines)
+            config,
+            parts,
+            lines,
+            board,
+            targets=targets,
+            hooks=self._hooks(parts, lines),
+            nodes=self._nodes,
         )
         self._worker = drafters[0]
         self._connect_sources(lines, targets, drafters, parts)
@@ -321,9 +440,8 @@ class Trainer:
         native.rearm()
         while not group.join(timeout_s=MONITOR_S):
             native.rearm()
-            if self._stopping.look():
-                self._board.stop.set()
-                self._status.drain("stop requested")
+            if self._stopping.look() or (self._nodes and self._take_over_stop(self._nodes.find_stop())):
+                self._begin_stop()
             if self._stopping.is_abandoned:
                 return
             try:
@@ -333,6 +451,14 @@ class Trainer:
                 self._board.fail("monitor", error)
                 group.join(timeout_s=JOIN_AFTER_FAILURE_S)
                 return
+
+    def _begin_stop(self) -> None:
+        request = self._stopping.request
+        if self._nodes is not None and request is not None:
+            # before the workers see it: whoever votes for a stop has told why
+            self._nodes.announce_stop(save=request.save)
+        self._board.stop.set()
+        self._status.drain("stop requested")
 
     def _connect_sources(
         self,
@@ -368,8 +494,7 @@ class Trainer:
         config = self.config
         self._status.progress(step)
         is_last = step >= self._parts.plan.total_steps or self._board.stop.is_set()
-        if config.checkpoint.every and step % config.checkpoint.every == 0 and not is_last:
-            assert self._saver is not None
+        if self._saver and config.checkpoint.every and step % config.checkpoint.every == 0 and not is_last:
             self._saver.save(step, self._tokens())
         if config.eval.every and step % config.eval.every == 0 and not self._board.stop.is_set():
             self._evaluate(step)
@@ -397,6 +522,8 @@ class Trainer:
         """Release the producers, then save unless told not to."""
         close()
         self._board.stop.set()
+        if self._nodes is not None and step < self._parts.plan.total_steps:
+            self._take_over_stop(self._nodes.look_for_stop())
         stop = self._stopping.request
         if stop is not None and not stop.save:
             _LOG.info("stopped at step %d without saving, as asked", step)
@@ -405,8 +532,8 @@ class Trainer:
         self._is_finished = step >= self._parts.plan.total_steps
 
     def _save_last(self, step: int) -> None:
-        assert self._saver is not None
-        self._saver.save(step, self._tokens(), is_last=True)
+        if self._saver is not None:
+            self._saver.save(step, self._tokens(), is_last=True)
 
     def _score(self, metric: str, step: int, value: float | None) -> None:
         """Tell the saver how good the drafter was at a step; it keeps the best checkpoints."""
@@ -423,6 +550,8 @@ class Trainer:
     # -- stop (main thread) -------------------------------------------------------------------------------
 
     def _leave_if_stopped(self) -> None:
+        if self._nodes is not None and self._nodes.find_stop() is not None:
+            raise StoppedEarlyError
         if self._stopping.look() or self._stopping.request is not None:
             raise StoppedEarlyError
 

@@ -56,6 +56,22 @@ class PackSampler:
                 yield left
 
 
+def take_share(
+    epochs: Iterator[list[BatchPlanItem]], *, rank: int, ranks: int
+) -> Iterator[list[BatchPlanItem]]:
+    """Yield what one of several machines does of each epoch.
+
+    Packs are dealt in turns through all epochs, so that over the whole run no machine has more than one pack
+    more than another, and no pack belongs to two.
+    """
+    dealt = 0
+    for items in epochs:
+        first = (rank - dealt) % ranks
+        dealt += len(items)
+        if items[first::ranks]:
+            yield items[first::ranks]
+
+
 def bucket_counts(items: Sequence[BatchPlanItem], buckets: int) -> list[int]:
     """Return how many of the packs lie in each bucket."""
     counts = [0] * buckets
@@ -65,7 +81,14 @@ def bucket_counts(items: Sequence[BatchPlanItem], buckets: int) -> list[int]:
 
 
 class Feeder:
-    """Feeds plan items to the target workers until all epochs are dealt or the run stops."""
+    """Feeds plan items to the target workers until all epochs are dealt or the run stops.
+
+    Args:
+        is_consumed: what the run had consumed when it started; must not change while it runs, or machines
+            would deal differently.
+        rank: of this machine.
+        ranks: machines that share the plan.
+    """
 
     def __init__(
         self,
@@ -75,8 +98,10 @@ class Feeder:
         is_consumed: Callable[[int, int], bool],
         open_epoch: Callable[[Sequence[int]], None],
         board: Board,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
-        self._epochs = sampler.remaining(is_consumed)
+        self._epochs = take_share(sampler.remaining(is_consumed), rank=rank, ranks=ranks)
         self._buckets = len(sampler.edges)
         self._feed = feed
         self._open_epoch = open_epoch

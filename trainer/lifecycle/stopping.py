@@ -69,6 +69,11 @@ class StopWatch:
             self._abandon("deadline", "the time given for the stop is over")
         return is_new
 
+    def join(self, request: StopRequest) -> None:
+        """Take up what another machine of the same run was asked for, unless this one was asked itself."""
+        if self.request is None:
+            self._accept(request)
+
     def _accept(self, request: StopRequest) -> None:
         self.request = request
         deadline_s = request.deadline_s

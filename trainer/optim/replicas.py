@@ -1,4 +1,4 @@
-"""The drafter's replicas as one model: they start, sum, end and drop every optimizer step together.
+"""The drafter's replicas, on all machines, as one model: they start, sum, end and drop every step together.
 
 Built by `trainer.assembly`, called by each drafter worker at the boundaries of its step. Owns the rules of
 a common step (who may go on, what counts as a step, what the sum is over) and the proof that all replicas
@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer.errors import PipelineError
 from trainer.optim.reduce import ReplicaSum, accept, offer
 from trainer.pipeline.meeting import Meeting
+from trainer.pipeline.nodes import Nodes
 from trainer.pipeline.workers import Board
 
 PackId = tuple[int, int]
@@ -50,25 +51,31 @@ class StepResult:
 
 
 class ReplicaGroup:
-    """Connects the replicas of one process.
+    """Connects the replicas of one process, and through their first one those of the other machines.
 
     Args:
         names: of the drafter workers, in the order of their numbers.
+        packs_per_step: most packs that one process brings to a step.
+        nodes: link to the other machines; None for none.
     """
 
-    def __init__(self, board: Board, names: Sequence[str]) -> None:
+    def __init__(
+        self, board: Board, names: Sequence[str], *, packs_per_step: int = 1, nodes: Nodes | None = None
+    ) -> None:
         self.names = tuple(names)
+        self._packs_per_step = packs_per_step
+        self._nodes = nodes
         self._meeting = Meeting(board, len(self.names))
-        self._sum = ReplicaSum()
+        self._sum = ReplicaSum(nodes.sum_tensors if nodes else None)
 
     @property
     def is_alone(self) -> bool:
         """True where one replica is the whole model, so that nothing has to be summed or compared."""
-        return len(self.names) == 1
+        return len(self.names) == 1 and self._nodes is None
 
     def agree_to_go_on(self, replica: int, *, wants_stop: bool) -> bool:
         """Meet before a step; True when nobody wants to stop."""
-        return self._meeting.hold(replica, wants_stop, lambda wishes: not any(wishes))
+        return self._meeting.hold(replica, wants_stop, self._find_no_stop)
 
     def close_step(self, replica: int, share: StepShare) -> StepResult:
         """Meet when every replica has its gradients, and decide about the step.
@@ -93,23 +100,70 @@ class ReplicaGroup:
         """
         self._meeting.hold(replica, checksum, self._check_equal)
 
+    def _find_no_stop(self, wishes: list[bool]) -> bool:
+        wants_stop = any(wishes)
+        if self._nodes is not None:
+            wants_stop = any(row[0] for row in self._nodes.gather([wants_stop]))
+        return not wants_stop
+
     def _conclude(self, shares: list[StepShare]) -> StepResult:
         checksums = [share.checksum for share in shares if share.checksum is not None]
-        if len(checksums) == len(shares):
+        if checksums:
             self._check_equal(checksums)
-        packs = tuple(pack for share in shares for pack in share.packs)
-        is_cut_short = any(s.wants_stop for s in shares) and any(s.is_short for s in shares)
+        total = _join(shares)
+        if self._nodes is not None:
+            rows = self._nodes.gather(_to_row(total, self._packs_per_step))
+            total = _join([_from_row(row, len(total.counts)) for row in rows])
+        is_cut_short = total.wants_stop and total.is_short
         return StepResult(
-            packs=packs,
-            counts=tuple(map(sum, zip(*(share.counts for share in shares), strict=True))),
-            is_applied=bool(packs) and not is_cut_short,
+            packs=total.packs, counts=total.counts, is_applied=bool(total.packs) and not is_cut_short
         )
 
     def _check_equal(self, checksums: Sequence[int]) -> None:
-        pairs = zip(self.names, checksums, strict=True)
+        names, values = list(self.names), list(checksums)
+        if self._nodes is not None:
+            names = [f"rank {rank} {name}" for rank in range(self._nodes.size) for name in self.names]
+            values = [value for row in self._nodes.gather(checksums) for value in row]
+        self._refuse_different(names, values)
+
+    def _refuse_different(self, names: Sequence[str], checksums: Sequence[int]) -> None:
+        pairs = zip(names, checksums, strict=True)
         different = [name for name, checksum in pairs if checksum != checksums[0]]
         if different:
             raise PipelineError(
                 f"replicas of the drafter have come apart: {', '.join(different)} no longer equal "
-                f"{self.names[0]}; resume from the last checkpoint, and check these devices' memory"
+                f"{names[0]}; resume from the last checkpoint, and check these devices' memory"
             )
+
+
+def _join(shares: Sequence[StepShare]) -> StepShare:
+    return StepShare(
+        packs=tuple(pack for share in shares for pack in share.packs),
+        counts=tuple(map(sum, zip(*(share.counts for share in shares), strict=True))),
+        is_short=any(share.is_short for share in shares),
+        wants_stop=any(share.wants_stop for share in shares),
+    )
+
+
+def _to_row(share: StepShare, packs: int) -> list[int]:
+    """Lay a share out as whole numbers, equally many on every rank."""
+    ids = [number for pack in share.packs for number in pack]
+    return [
+        share.is_short,
+        share.wants_stop,
+        *share.counts,
+        len(share.packs),
+        *ids,
+        *[0] * (2 * packs - len(ids)),
+    ]
+
+
+def _from_row(row: Sequence[int], counts: int) -> StepShare:
+    count, *ids = row[2 + counts :]
+    pairs = list(zip(ids[0::2], ids[1::2], strict=True))[:count]
+    return StepShare(
+        packs=tuple(pairs),
+        counts=tuple(row[2 : 2 + counts]),
+        is_short=bool(row[0]),
+        wants_stop=bool(row[1]),
+    )

@@ -1,0 +1,169 @@
+"""The trainers of one run on several machines: how they meet, sum, agree, and notice that one is lost.
+
+Built by `trainer.train` where `torchrun` (or its variables) started more than one. Owns the process group of
+`torch.distributed` (gloo between CPUs, NCCL between CUDA devices) and translates its errors. Every exchange
+is a collective: all ranks must call the same ones in the same order. Nothing is pickled. Must not know what
+is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from trainer.errors import ConfigError, PipelineError
+from trainer.flags import World
+from trainer.pipeline.pulse import Pulse, StopNote
+from trainer.pipeline.workers import Board
+
+_LOG = logging.getLogger(__name__)
+
+MEET_S = 600.0
+"""How long a rank waits for the others to come at all."""
+COLLECTIVE_LIMIT = timedelta(hours=24)
+"""Longer than any evaluation: a peer that is gone is noticed by its pulse, one that hangs ends itself."""
+
+
+class Nodes:
+    """One rank's link to the others.
+
+    Args:
+        uses_cuda: the tensors to be summed live on a CUDA device.
+
+    Raises:
+        PipelineError: the others did not come, or the meeting point does not answer.
+    """
+
+    def __init__(self, world: World, board: Board, *, uses_cuda: bool) -> None:
+        self.rank, self.size = world.rank, world.size
+        self._board = board
+        backend = "cpu:gloo,cuda:nccl" if uses_cuda else "gloo"
+        try:
+            store, _, _ = next(
+                rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=MEET_S))
+            )
+            dist.init_process_group(
+                backend, store=store, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_LIMIT
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            raise PipelineError(
+                f"rank {world.rank} could not meet the other {world.size - 1} at {world.meeting_point}: "
+                f"{_first_line(error)}; start one trainer on every machine, with the same MASTER_ADDR and "
+                "MASTER_PORT"
+            ) from error
+        self._pulse = Pulse(world, board)
+        self._pulse.start()
+        _LOG.info("rank %d of %d, met at %s", world.rank, world.size, world.meeting_point)
+
+    # -- exchanges ----------------------------------------------------------------------------------------
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """Return every rank's whole numbers, by rank; all ranks bring equally many."""
+        mine = torch.tensor(list(values), dtype=torch.int64)
+        theirs = [torch.empty_like(mine) for _ in range(self.size)]
+        with self._guarded():
+            dist.all_gather(theirs, mine)
+        return [row.tolist() for row in theirs]
+
+    def sum_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their sum over the ranks, in place; on CUDA this is only queued."""
+        with self._guarded():
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+    def share(self, record: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return what rank 0 brings, as plain JSON values; the others bring None."""
+        text = json.dumps(record).encode() if self.rank == 0 else b""
+        size = torch.tensor([len(text)], dtype=torch.int64)
+        with self._guarded():
+            dist.broadcast(size, src=0)
+            body = torch.tensor(list(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+            body = body if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(body, src=0)
+        shared: dict[str, Any] = json.loads(bytes(body.tolist()))
+        return shared
+
+    def share_tensors(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """Return rank 0's tensors (on the CPU); the others bring None."""
+        mine = dict(tensors or {})
+        header = self.share(
+            {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in mine.items()}
+            if self.rank == 0
+            else None
+        )
+        with self._guarded():
+            for name, (dtype, shape) in header.items():
+                if self.rank:
+                    mine[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+                dist.broadcast(mine[name], src=0)
+        return mine
+
+    def require_same(self, facts: Mapping[str, object]) -> None:
+        """Refuse to train together where the ranks were given different things.
+
+        Raises:
+            ConfigError: names each fact that differs from rank 0's.
+        """
+        theirs = self.share({name: str(value) for name, value in facts.items()} if self.rank == 0 else None)
+        different = [
+            f"{name} is {theirs.get(name)} on rank 0 and {value} on rank {self.rank}"
+            for name, value in facts.items()
+            if theirs.get(name) != str(value)
+        ]
+        refusals = [row[0] for row in self.gather([len(different)])]
+        if different:
+            raise ConfigError(
+                f"ranks differ: {'; '.join(different)}; give all of them the same data and settings"
+            )
+        if any(refusals):
+            bad = [str(rank) for rank, count in enumerate(refusals) if count]
+            raise ConfigError(
+                f"rank {', '.join(bad)} has other data or settings than rank 0: its log says which"
+            )
+
+    # -- stop and end -------------------------------------------------------------------------------------
+
+    def announce_stop(self, *, save: bool) -> None:
+        """Tell the other ranks that this one was asked to stop; they see it within a second or two."""
+        self._pulse.announce_stop(save=save)
+
+    def find_stop(self) -> StopNote | None:
+        """Return the stop request of any rank, as far as it is known here."""
+        return self._pulse.stop
+
+    def look_for_stop(self) -> StopNote | None:
+        """Ask the meeting point itself, after a common decision to stop."""
+        return self._pulse.look_for_stop()
+
+    def fail(self, reason: str) -> None:
+        """Tell the others why this rank ends; they end too, naming it."""
+        self._pulse.close(reason)
+
+    def close(self) -> None:
+        """Part in good order, after the last collective."""
+        self._pulse.close("")
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Wait for the other machines without a stall limit, and say who is missing when the link breaks."""
+        try:
+            with self._board.quiet("the other machines"):
+                yield
+        except RuntimeError as error:
+            raise PipelineError(self._pulse.explain_loss(_first_line(error))) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
