@@ -47,7 +47,12 @@ _TOP = (
 )
 
 _TRAIN = (
-    Field("train/loss", "nats", "interval", "weighted mean loss over all supervised block positions"),
+    Field(
+        "train/loss",
+        "nats",
+        "interval",
+        "loss over all supervised block positions: weighted mean, or with D-PACE weighted sum per block",
+    ),
     Field("train/eal", "tokens", "interval", "expected acceptance length, bonus token included"),
     Field(
         "train/accuracy/*", "ratio", "interval", "share of right top predictions at this offset of a block"

@@ -13,12 +13,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import kl_div
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.families import save_family
 from tests.support.plain_loss import GAMMA, OBJECTIVES, PlainSums, plain_sums
 from tests.support.tiny_drafter import (
     MASK_ID,
     anchors_at,
+    drafter_config,
     make_drafter,
     make_ends,
     make_last_hidden,
@@ -28,9 +31,11 @@ from tests.support.tiny_drafter import (
 )
 from trainer.data.collate import collate
 from trainer.data.corpus import Sample
+from trainer.drafter.acceptance import summarize
 from trainer.drafter.anchors import anchor_candidates, block_labels, pad_anchors, select_anchors
 from trainer.drafter.head import SoftLabels, head_losses
 from trainer.drafter.loss import microbatch_sums, teacher_rows
+from trainer.drafter.model import build_drafter
 from trainer.drafter.objective import DPACE, Objective, dpace_weights
 from trainer.errors import PipelineError
 from trainer.eval.speculative import frozen_ends, speculative_generate
@@ -253,6 +258,32 @@ def test_golden_24_the_loss_uses_the_targets_own_distribution(greedy) -> None:
     assert sums.numerator.item() == pytest.approx(plain.numerator.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss"])
+def test_golden_24_every_familys_teacher_is_the_model_itself(family: str, tmp_path) -> None:
+    """Final norm, soft-cap and head as the model applies them, for families that do something special."""
+    target = load_target(
+        save_family(family, tmp_path), device="cpu", dtype=torch.float32, mask_token_id=MASK_ID
+    )
+    ids = make_tokens((20,)).input_ids_T
+    with torch.no_grad():
+        own = target._model(input_ids=ids[None], use_cache=False).logits[0]
+
+    _, last = target.hidden_states(ids[None], None, (1, 5), with_last_hidden=True)
+    soft = SoftLabels(last_hidden_TD=last[0], row_R=torch.arange(20), share=1.0)
+    rows = head_losses(
+        last[0].flip(0),
+        target.head_weight_VD,
+        ids,
+        chunk_rows=6,
+        softcap=target.info.logit_softcap,
+        soft=soft,
+    )
+
+    mine, theirs = own.flip(0).log_softmax(dim=-1), own.log_softmax(dim=-1)
+    wanted = kl_div(mine, theirs, reduction="none", log_target=True).sum(dim=-1)
+    torch.testing.assert_close(rows.loss_R, wanted, atol=1e-5, rtol=1e-4)
+
+
 def test_golden_25_dpace_weights() -> None:
     sure = dpace_weights(torch.zeros(1, 8), _from_first(1, 8), alpha=0.5)
     q = torch.tensor([[0.5, 0.8, 0.6, 0.4]])
@@ -332,6 +363,30 @@ class _Watched(TorchDispatchMode):
         if isinstance(out, torch.Tensor):
             self.largest = max(self.largest, out.numel())
         return out
+
+
+@pytest.mark.parametrize("name", ["mixed", "dpace"])
+def test_golden_37_other_objectives_overfit_a_greedy_continuation_too(greedy, name: str) -> None:
+    """On the target's own greedy tokens every objective leads to the same drafts: whole blocks accepted."""
+    target, pack = greedy
+    drafter = build_drafter(drafter_config(), seed=0, dtype=torch.float32)
+    ends, prompt = frozen_ends(target, drafter.config), pack.tokens.input_ids_T[:5].tolist()
+    anchors = select_anchors(
+        pack.tokens, len(anchor_candidates(pack.tokens)), block_size=4, rng=np.random.default_rng(0)
+    )
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3, weight_decay=0.0)
+
+    for _ in range(100):
+        sums = _sums(drafter, ends, pack, anchors, OBJECTIVES[name])
+        optimizer.zero_grad()
+        (sums.numerator / sums.denominator).backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        optimizer.step()
+
+    decoded = speculative_generate(target, drafter, prompt, max_new_tokens=25, eos_ids=())
+    assert summarize(sums.counts).expected_acceptance_length == 4.0
+    assert decoded.acceptance_length == 4.0
+    assert decoded.token_ids == pack.tokens.input_ids_T[5:30].tolist()
 
 
 @settings(deadline=None, max_examples=40)
