@@ -47,7 +47,7 @@ def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `generate`."""
     add = parser.add_argument
-    add("--target-model", type=Path, metavar="DIR", help="target model directory")
+    add("--target-model", type=Path, metavar="DIR", help="target model directory; not with --base-url")
     add("--prompts", type=Path, metavar="FILE", help="prompts, JSONL")
     add("--output", type=Path, required=True, metavar="FILE", help="chat JSONL; continued if it exists")
     add("--max-new-tokens", type=int, default=512, metavar="N", help="longest completion (%(default)s)")
@@ -61,6 +61,24 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="the chat template's thinking switch (%(default)s: as it is without one)",
     )
     add_sampling_arguments(parser)
+    add_server_arguments(parser)
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags of `generate` by which a server completes the prompts."""
+    text = "Any server with OpenAI's chat completions; its key is read from OPENAI_API_KEY."
+    add = parser.add_argument_group("completions by a server", text).add_argument
+    add("--base-url", metavar="URL", help="such as http://host:8000/v1")
+    add("--model", metavar="NAME", help="the target's name there")
+    add("--concurrency", type=int, default=16, metavar="N", help="requests at once (%(default)s)")
+    add(
+        "--request-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds for one attempt, all of it (%(default)s)",
+    )
+    add("--max-tries", type=int, default=6, metavar="N", help="attempts per prompt (%(default)s)")
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:

@@ -244,6 +244,11 @@ def set_allocator_defaults() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
+def find_server_key() -> str | None:
+    """Return the key for an OpenAI-compatible server, None when the environment carries none."""
+    return os.environ.get("OPENAI_API_KEY") or None
+
+
 def has_wandb_key() -> bool:
     """Tell whether the environment carries a W&B key (its value is never read further)."""
     return bool(os.environ.get("WANDB_API_KEY"))

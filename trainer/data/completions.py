@@ -7,6 +7,7 @@ torn by a crash is dropped. Must not know how completions are made.
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import logging
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainer.data.prompts import Prompt
 from trainer.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,21 @@ def companion_rows(path: Path, *, key: str) -> Iterator[RowFile]:
     """Open a second file of an output that is already locked."""
     with _opened(path) as stream, _rows(path, stream, key) as rows:
         yield rows
+
+
+def thinking_of(args: argparse.Namespace, prompt: Prompt) -> bool | None:
+    """A prompt's own wish comes before the flag, as in `prepare`."""
+    if prompt.thinking is not None or args.thinking == "template":
+        return prompt.thinking
+    return bool(args.thinking == "on")
+
+
+def template_inputs(prompt: Prompt, thinking: bool | None) -> dict[str, Any]:
+    """What a row says beside its messages, so that the prompt is rendered again as it was."""
+    entries: dict[str, Any] = {} if thinking is None else {"thinking": thinking}
+    if prompt.tools:
+        entries["tools"] = list(prompt.tools)
+    return entries
 
 
 def _opened(path: Path) -> TextIO:

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from trainer.data.chat import encode_prompt
-from trainer.data.completions import RowFile, locked_output
+from trainer.data.completions import RowFile, locked_output, template_inputs, thinking_of
 from trainer.data.decoding import Completion, DecodingStats, Request
 from trainer.data.pretrained import get_tokenizer, load_config, stop_token_ids
 from trainer.data.prompts import Prompt, read_prompts
 from trainer.data.self_prompts import DrawSettings, UserHeader, find_user_header, sample_prompts
+from trainer.data.server_command import check_server_flags, run_by_server
 from trainer.data.target_decoding import DecodingLimits, Target
 from trainer.data.token_choice import Sampling
 from trainer.errors import ConfigError, DataError
@@ -71,6 +72,8 @@ def run_generate(args: argparse.Namespace) -> int:
         DataError: no usable prompt.
     """
     _check_flags(args)
+    if args.base_url is not None:
+        return run_by_server(args)
     tokenizer = get_tokenizer(args.target_model, needs_chat_template=True)
     _check_thinking(args, tokenizer)
     file = read_prompts(args.prompts) if args.prompts is not None else None
@@ -98,7 +101,7 @@ def _complete_all(
     rows: RowFile,
     report: Report,
 ) -> None:
-    switches = [_thinking(args, prompt) for prompt in pending]
+    switches = [thinking_of(args, prompt) for prompt in pending]
     encoded = [
         encode_prompt(tokenizer, prompt.messages, tools=prompt.tools, thinking=thinking)
         for prompt, thinking in zip(pending, switches, strict=True)
@@ -204,8 +207,14 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ConfigError(f"--top-p must be above 0 and at most 1: {args.top_p}")
     if (args.prompts is None) == (args.sample_prompts is None):
         raise ConfigError("prompts come from one place: give --prompts FILE or --sample-prompts N")
-    if args.target_model is None:
-        raise ConfigError("--target-model is missing: name the target's directory")
+    if args.base_url is not None:
+        check_server_flags(args)
+    elif args.target_model is None:
+        raise ConfigError("--target-model is missing: name the target's directory, or a server by --base-url")
+    elif args.model is not None:
+        raise ConfigError(
+            f"--model names a target of a server: give --base-url too, or leave it out: {args.model}"
+        )
 
 
 def _check_thinking(args: argparse.Namespace, tokenizer: Any) -> None:
@@ -213,21 +222,6 @@ def _check_thinking(args: argparse.Namespace, tokenizer: Any) -> None:
         raise ConfigError(
             f"--thinking {args.thinking} has no effect: the target's chat template has no enable_thinking"
         )
-
-
-def template_inputs(prompt: Prompt, thinking: bool | None) -> dict[str, Any]:
-    """What a row says beside its messages, so that the prompt is rendered again as it was."""
-    entries: dict[str, Any] = {} if thinking is None else {"thinking": thinking}
-    if prompt.tools:
-        entries["tools"] = list(prompt.tools)
-    return entries
-
-
-def _thinking(args: argparse.Namespace, prompt: Prompt) -> bool | None:
-    """A prompt's own wish comes before the flag, as in `prepare`."""
-    if prompt.thinking is not None or args.thinking == "template":
-        return prompt.thinking
-    return bool(args.thinking == "on")
 
 
 def _context(args: argparse.Namespace) -> int:
