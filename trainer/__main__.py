@@ -22,6 +22,7 @@ from trainer.arguments import (
     add_eval_arguments,
     add_export_arguments,
     add_generate_arguments,
+    add_plan_arguments,
     add_prepare_arguments,
 )
 from trainer.config import SECTIONS
@@ -40,14 +41,22 @@ COMMANDS = {
     "generate": "let the target itself complete prompts",
     "eval": "measure acceptance length by real speculative decoding",
     "export": "write or check an exported drafter",
+    "plan": "predict memory and throughput of a training run, and recommend how to divide the GPUs",
 }
 """Each command and what it does."""
+
+
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_train_arguments(parser)
+    add_plan_arguments(parser)
+
 
 _MODULES = {
     "prepare": (add_prepare_arguments, "trainer.data.prepare"),
     "generate": (add_generate_arguments, "trainer.data.generate"),
     "eval": (add_eval_arguments, "trainer.eval.command"),
     "export": (add_export_arguments, "trainer.eval.export_command"),
+    "plan": (_add_plan_arguments, "trainer.plan"),
 }
 """Where a command's flags are defined, and the module whose `run_<command>` carries it out."""
 
@@ -110,6 +119,11 @@ def build_train_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Train a drafter. Further settings are keys of the TOML file (see --set).",
     )
+    _add_train_arguments(parser)
+    return parser
+
+
+def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE.toml", help="TOML file with any of the keys")
     parser.add_argument(
         "--set",
@@ -124,7 +138,6 @@ def build_train_parser() -> argparse.ArgumentParser:
         parser.add_argument(
             flag.name, dest=flag.name, default=argparse.SUPPRESS, help=_help_of(flag), action=_Once, **shape
         )
-    return parser
 
 
 def _run(words: list[str]) -> int:
@@ -181,6 +194,7 @@ def _usage() -> str:
         "examples:",
         "  dflash-train train --target-model DIR --data-dir DIR --output-dir DIR",
         "  dflash-train eval --target-model DIR --drafter DIR --prompts FILE.jsonl",
+        "  dflash-train plan --target-model DIR --data-dir DIR --output-dir DIR --gpus 8",
         "",
     ]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The flags of `prepare`, `generate`, `eval` and `export`.
+"""The flags of `prepare`, `generate`, `eval`, `export`, and those of `plan` alone.
 
 Called by `trainer.__main__` before it imports a command's own module, so that help and mistakes answer at
 once although those modules bring torch. Must not import anything heavy, nor check a value: that is the
@@ -136,6 +136,27 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="write the full record there")
     add("--markdown", type=Path, metavar="FILE", help="write it as tables for people")
     add("--plot", type=Path, metavar="FILE.png", help="write it as a figure (needs matplotlib)")
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags that `plan` has on top of those of `train`."""
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="write the full record there")
+    add("--no-measure", action="store_true", help="load no weights: memory only, and a split by counted work")
+    add("--gpus", type=positive, metavar="N", help="divide N GPUs (default: as many as torch sees)")
+    add(
+        "--gpu-memory-gib",
+        type=float,
+        metavar="G",
+        help="memory of each GPU (default: of the present ones)",
+    )
+
+
+def positive(text: str) -> int:
+    """Read a whole number of at least 1."""
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:

@@ -136,6 +136,25 @@ def load_causal_lm(
     return frozen
 
 
+def outline_causal_lm(directory: Path, *, dtype: torch.dtype, attn: str = "sdpa") -> torch.nn.Module:
+    """Build the model of a directory on the meta device: all shapes, no weights read, no memory taken.
+
+    Raises:
+        ConfigError: transformers cannot build this model.
+    """
+    config = load_config(directory)
+    if attn == "sdpa" and not supports_sdpa(config):
+        attn = "eager"
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise ConfigError(f"cannot outline the target model: {directory}: {error}") from error
+    _drop_other_modalities(model)
+    outlined: torch.nn.Module = model.requires_grad_(False).eval()
+    return outlined
+
+
 def supports_sdpa(config: Any) -> bool:
     """Tell whether transformers runs this model through torch's fused attention."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

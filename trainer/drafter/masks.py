@@ -176,7 +176,7 @@ def build_masks(
     build = _BUILDERS.get(implementation)
     if build is None:
         raise ConfigError(f"unknown attention implementation: {implementation}; use dense, sdpa or flex")
-    if implementation == "flex" and device.type != "cuda":
+    if implementation == "flex" and device.type not in ("cuda", "meta"):
         raise ConfigError(f"attention flex needs a CUDA device, not {device}: use --attention sdpa")
     return {
         kind: build(layout, window_of(kind, sliding_window), device) for kind in dict.fromkeys(layer_types)
@@ -259,6 +259,8 @@ def _build_flex(layout: BlockLayout, window: int | None, device: torch.device) -
             f"flex attention needs {layout.block_rows} block rows and {layout.context_rows} context rows "
             f"to be multiples of {FLEX_MULTIPLE}: pad them"
         )
+    if device.type == "meta":  # a dry run of `planning`: the mask is small, the kernel does not run
+        return FlexMask(None)
     on_device = layout.to(device)
     mask = _compiled_create_block_mask()(
         make_mask_mod(on_device, window),

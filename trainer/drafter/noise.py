@@ -46,6 +46,7 @@ def add_noise(hidden_TLD: Tensor, *, sigma: float, seed: int) -> Tensor:
     """
     if sigma == 0.0:
         return hidden_TLD
-    generator = torch.Generator(device=hidden_TLD.device).manual_seed(seed)
+    is_dry = hidden_TLD.device.type == "meta"  # a dry run of `planning`: sizes without values
+    generator = None if is_dry else torch.Generator(device=hidden_TLD.device).manual_seed(seed)
     noise = torch.empty_like(hidden_TLD).uniform_(-sigma, sigma, generator=generator)
     return noise.add_(hidden_TLD)

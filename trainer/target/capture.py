@@ -74,6 +74,11 @@ class Target:
             return linear(hidden, self.head_weight_VD)
         return (self.head_weight_VD @ rows_RD.T).T.reshape(*hidden.shape[:-1], -1)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every weight and buffer by name, each storage once."""
+        entries = [*self._model.named_parameters(), *self._model.named_buffers()]
+        return {name: tensor for name, tensor in entries if tensor is not None}
+
     @property
     def device(self) -> torch.device:
         """Where the weights live."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainer.data.pretrained import find_tokenizer, load_causal_lm, stop_token_ids
+from trainer.data.pretrained import find_tokenizer, load_causal_lm, outline_causal_lm, stop_token_ids
 from trainer.errors import ConfigError
 from trainer.target.capture import Target
 
@@ -83,6 +83,20 @@ def load_target(
     tokenizer = find_tokenizer(directory)
     info = describe_target(directory, model, tokenizer, mask_token_id=mask_token_id)
     return Target(model, info, tokenizer)
+
+
+def outline_target(
+    path: Path | str, *, dtype: torch.dtype, attn: str = "sdpa", mask_token_id: int | None = None
+) -> Target:
+    """Build the target without its weights, on the meta device: its facts and shapes, for planning.
+
+    Raises:
+        ConfigError: as `load_target`.
+    """
+    directory = Path(path)
+    model = outline_causal_lm(directory, dtype=dtype, attn=attn)
+    tokenizer = find_tokenizer(directory)
+    return Target(model, describe_target(directory, model, tokenizer, mask_token_id=mask_token_id), tokenizer)
 
 
 def describe_target(

@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,9 @@ from typing import Any, Protocol
 from trainer.telemetry.metrics import flatten, render_line
 
 _LOG = logging.getLogger(__name__)
+
+OFFLINE_TRIES = 6
+"""Starts without the service after a failed one with it; the last one is under another id."""
 
 
 class Sink(Protocol):
@@ -71,6 +75,7 @@ class WandbSink:
     Args:
         mode: `online` or `offline`; online falls back to offline when the service does not answer in time.
         run_id: fixed id, so that a resumed run continues the same W&B run.
+        retry_s: pause between attempts to start offline.
         on_trouble: told when W&B is not in the mode that was asked for, or loses lines.
     """
 
@@ -87,7 +92,9 @@ class WandbSink:
         init_timeout_s: float,
         finish_timeout_s: float,
         on_trouble: Callable[[str], None],
+        retry_s: float = 2.0,
     ) -> None:
+        self._retry_s = retry_s
         self._on_trouble = on_trouble
         self._settings = (run_dir, mode, project, run_id, dict(config), init_timeout_s)
         self._finish_timeout_s = finish_timeout_s
@@ -165,12 +172,26 @@ class WandbSink:
                 " ".join(str(error).split())[:200],
                 run_dir,
             )
-            # the failed start still holds the run's id inside W&B's service process
-            wandb.teardown()
-            run = wandb.init(mode="offline", settings=wandb.Settings(**fixed), **arguments)
+            run = self._start_offline(wandb, wandb.Settings(**fixed), arguments)
             self.state = "offline (online failed)"
             self._on_trouble(self.state)
         return run
+
+    def _start_offline(self, wandb: Any, settings: Any, arguments: dict[str, Any]) -> Any:
+        """Start again without the service; the failed start may hold the run's id for a while."""
+        for left in reversed(range(OFFLINE_TRIES)):
+            wandb.teardown()
+            if not left:
+                # rather a run under a second id than none: `wandb sync --id` brings the two together
+                arguments = arguments | {"id": f"{arguments['id']}-offline"}
+            try:
+                return wandb.init(mode="offline", settings=settings, **arguments)
+            except Exception as error:
+                if not left:
+                    raise
+                _LOG.warning("W&B does not go offline yet, trying again: %s", error)
+                time.sleep(self._retry_s)
+        raise AssertionError("the last try returns or raises")
 
     def _forward(self, run: Any) -> None:
         while (line := self._lines.get()) is not None:

@@ -247,8 +247,9 @@ def test_unwanted_nvml_is_not_touched(monkeypatch):
 class FakeWandb(types.ModuleType):
     """Records what W&B would get; `fail_modes` raise in init, `hold` blocks log."""
 
-    def __init__(self, *, fail_modes=(), hold=None):
+    def __init__(self, *, fail_modes=(), hold=None, busy=0):
         super().__init__("wandb")
+        self.busy = busy
         self.fail_modes = fail_modes
         self.hold = hold
         self.modes, self.logged, self.finished = [], [], threading.Event()
@@ -259,6 +260,9 @@ class FakeWandb(types.ModuleType):
     def init(self, *, mode, settings, **arguments):
         self.modes.append(mode)
         self.arguments, self.settings = arguments, settings
+        if mode == "offline" and self.busy:
+            self.busy -= 1
+            raise RuntimeError(f"run ID {arguments['id']} is in use")
         if mode in self.fail_modes:
             raise ConnectionError("no route\nto host")
         return self
@@ -289,6 +293,7 @@ def make_wandb(tmp_path, mode="online", finish_timeout_s=20.0):
         init_timeout_s=15.0,
         finish_timeout_s=finish_timeout_s,
         on_trouble=TROUBLE.append,
+        retry_s=0.0,
     )
 
 
@@ -318,6 +323,20 @@ def test_wandb_falls_back_to_offline_loudly(monkeypatch, tmp_path, caplog):
     assert sink.state == "offline (online failed)"
     assert TROUBLE[-1] == "offline (online failed)"
     assert "W&B ONLINE FAILED (ConnectionError: no route to host)" in caplog.text
+
+
+@pytest.mark.parametrize(("busy", "run_id"), [(2, "abc"), (5, "abc-offline")], ids=["a while", "for good"])
+def test_an_id_that_the_failed_start_still_holds_is_waited_for(monkeypatch, tmp_path, busy, run_id):
+    fake = FakeWandb(fail_modes=("online",), busy=busy)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+
+    sink = make_wandb(tmp_path)
+    sink.write(make_line(loss=2.0))
+    sink.close()
+
+    assert sink.state == "offline (online failed)"
+    assert fake.arguments["id"] == run_id
+    assert len(fake.logged) == 1
 
 
 def test_wandb_that_cannot_start_is_off_and_swallows_lines(monkeypatch, tmp_path, caplog):

@@ -1,0 +1,134 @@
+"""`dflash-train plan`: what a configuration needs and brings, before it is run.
+
+Called by `trainer.__main__` with the flags of `train`. Prints a table (and writes JSON), and refuses what
+cannot fit with exit 2. Reads data and target config; loads weights only to measure. Must not write anything
+but the file that was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from argparse import Namespace
+from typing import Any
+
+import torch
+
+from trainer.config import TrainConfig
+from trainer.errors import ConfigError
+from trainer.flags import resolve, set_allocator_defaults
+from trainer.pipeline.devices import check_devices, cpu_threads
+from trainer.planning.budget import Budget
+from trainer.planning.facts import Facts, read_facts
+from trainer.planning.fit import find_ways_out, refusal
+from trainer.planning.measure import Measured, measure
+from trainer.planning.packs import PackFacts
+from trainer.planning.render import (
+    budget_record,
+    ladder,
+    render_budget,
+    render_packs,
+    render_split,
+    split_record,
+)
+from trainer.planning.split import Rates, best_split, counted_rates, evaluate
+
+_LOG = logging.getLogger(__name__)
+
+PLAN_VERSION = 1
+
+
+def run_plan(arguments: Namespace) -> int:
+    """Plan one configuration; returns 0 when it fits.
+
+    Args:
+        arguments: the flags of `train`, and those of `plan` alone.
+
+    Raises:
+        ConfigError: some memory does not suffice; the line names the term and what would fit.
+    """
+    given = {name: value for name, value in vars(arguments).items() if name.startswith("--")}
+    config = resolve(given, toml_path=arguments.config, overrides=arguments.overrides).config
+    set_allocator_defaults()
+    torch.set_num_threads(cpu_threads(config))
+    facts = read_facts(config, gpu_gib=arguments.gpu_memory_gib)
+    budgets, packs = facts.budgets(config), facts.packs(config)
+    blocks = [render_packs(packs, epochs=config.optim.epochs), *map(render_budget, budgets)]
+    too_large = next((budget for budget in budgets if budget.verdict == "too large"), None)
+    record: dict[str, Any] = {
+        "v": PLAN_VERSION,
+        "packs": _packs_record(packs),
+        "memory": [budget_record(budget) for budget in budgets],
+        "measured": None,
+        "split": None,
+    }
+    if too_large is None:
+        text, throughput = _throughput(config, facts, packs, arguments)
+        blocks.append(text)
+        record |= throughput
+    sys.stdout.write(ladder(blocks))
+    error = None if too_large is None else _refuse(config, facts, too_large)
+    record["refusal"] = None if error is None else str(error)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if error is not None:
+        raise error
+    return 0
+
+
+def _throughput(
+    config: TrainConfig, facts: Facts, packs: PackFacts, arguments: Namespace
+) -> tuple[str, dict[str, Any]]:
+    """Measure (or count) both sides and recommend a split."""
+    measured: Measured | None = None
+    drafter = facts.drafter(config)
+    if arguments.no_measure:
+        rates = counted_rates(config, facts.target, drafter, packs)
+    else:
+        check_devices(config)
+        measured = measure(config, drafter, packs)
+        rates = measured.rates
+    present = {*config.devices.targets(), *config.devices.drafters()}
+    gpus = arguments.gpus or (torch.cuda.device_count() if present != {"cpu"} else 0) or 2
+    best = best_split(gpus, rates)
+    chosen = evaluate(len(config.devices.targets()), len(config.devices.drafters()), rates)
+    text = render_split(rates, best, chosen, gpus=gpus, tokens=packs.tokens_per_epoch * config.optim.epochs)
+    return text, {
+        "measured": None if measured is None else _measured_record(measured),
+        "split": {
+            "devices": gpus,
+            "best": split_record(best, rates),
+            "configured": split_record(chosen, rates),
+            "drafter_over_target_rate": round(rates.drafter / rates.target, 4),
+        },
+    }
+
+
+def _refuse(config: TrainConfig, facts: Facts, budget: Budget) -> ConfigError:
+    is_gpu = budget.name not in ("host", "disk of --output-dir")
+    budgets_of = facts.device_budgets if is_gpu else facts.budgets
+    return refusal(budget, find_ways_out(config, budget, budgets_of))
+
+
+def _packs_record(packs: PackFacts) -> dict[str, Any]:
+    samples, length = packs.worst_batch
+    return {
+        "packs_per_epoch": packs.packs_per_epoch,
+        "tokens_per_epoch": packs.tokens_per_epoch,
+        "total_packs": packs.total_packs,
+        "total_steps": packs.total_steps,
+        "largest_pack_tokens": packs.most_tokens,
+        "largest_batch": {"samples": samples, "length": length},
+    }
+
+
+def _measured_record(measured: Measured) -> dict[str, Any]:
+    rates: Rates = measured.rates
+    return {
+        "tokens": measured.tokens,
+        "target_tokens_per_s": round(rates.target, 1),
+        "drafter_tokens_per_s": round(rates.drafter, 1),
+        "target_peak_bytes": measured.target_peak_bytes,
+        "drafter_peak_bytes": measured.drafter_peak_bytes,
+    }

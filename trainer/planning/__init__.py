@@ -1,0 +1,1 @@
+"""Predicts what a configuration needs, before anything is loaded."""
