@@ -55,6 +55,7 @@ from trainer.pipeline.nodes import Nodes
 from trainer.pipeline.pulse import StopNote
 from trainer.pipeline.records import connect_sources
 from trainer.pipeline.workers import Board, WorkerGroup
+from trainer.planning.check import check_memory
 from trainer.target.kernels import find_kernels
 from trainer.target.worker import TargetWorker
 from trainer.telemetry import capabilities
@@ -255,6 +256,7 @@ class Trainer:
 
     def _load(self, start: StartPoint) -> Parts:
         """Read data and models, build the drafter, and take a stored state over."""
+        check_memory(self.config)
         parts = load_parts(self.config, enter=self._enter_loading, ranks=self._ranks)
         self._identity = run_identity(self.config, parts, self._code, ranks=self._ranks)
         self._require_same(parts)

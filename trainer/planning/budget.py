@@ -70,6 +70,12 @@ class Budget:
         return sum(term.nbytes for term in self.terms if not term.name.startswith(moving))
 
     @property
+    def certain(self) -> int:
+        """Bytes that are taken whatever the packs are like: all but what moves."""
+        moving = ("activations", "workspace", SLACK)
+        return sum(term.nbytes for term in self.terms if not term.name.startswith(moving))
+
+    @property
     def largest(self) -> Term:
         """The term that counts most."""
         return max(self.terms, key=lambda term: term.nbytes)
@@ -98,9 +104,18 @@ def drafter_config_terms(config: DrafterConfig, *, dtype: torch.dtype) -> list[T
 
 def count_parameters(config: DrafterConfig) -> int:
     """Return the number of weights of a drafter."""
+    return sum(_parameter_sizes(config))
+
+
+def largest_tensor(config: DrafterConfig) -> int:
+    """Return the weights of the drafter's largest tensor."""
+    return max(_parameter_sizes(config))
+
+
+def _parameter_sizes(config: DrafterConfig) -> list[int]:
     with torch.device("meta"):
         drafter = Drafter(config)
-    return sum(parameter.numel() for parameter in drafter.parameters())
+    return [parameter.numel() for parameter in drafter.parameters()]
 
 
 def slots_term(config: TrainConfig, drafter: DrafterConfig, *, dtype: torch.dtype) -> Term:
@@ -127,6 +142,8 @@ def drafter_budget(
     terms = drafter_config_terms(drafter, dtype=dtype)
     if device != "cpu":
         terms.append(slots_term(config, drafter, dtype=_target_dtype(config)))
+    if len(config.devices.drafters()) > 1 and device == config.devices.drafters()[0]:
+        terms.append(Term("sum over drafters", 4 * largest_tensor(drafter), "room for one tensor in fp32"))
     terms += _moving_terms(needs, f"pack of {sum(load.lengths):,} tokens, {load.max_anchors} anchors")
     return Budget(
         name=f"drafter on {device}",
@@ -260,6 +277,8 @@ def _target_dtype(config: TrainConfig) -> torch.dtype:
 
 
 def _moving_terms(needs: Needs, note: str) -> list[Term]:
+    if not needs.kept:
+        return [Term(f"activations of {needs.where}", needs.workspace, note)]
     return [Term("activations", needs.kept, note), Term(f"workspace of {needs.where}", needs.workspace)]
 
 

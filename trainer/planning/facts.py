@@ -82,13 +82,18 @@ def read_facts(config: TrainConfig, *, gpu_gib: float | None = None) -> Facts:
         max_seq_len=config.data.max_seq_len,
         vocab_size=read_vocab_size(Path(config.paths.target_model)),
     )
+    return outline_facts(config, lengths=corpus.lengths.tolist(), gpu_gib=gpu_gib)
+
+
+def outline_facts(config: TrainConfig, *, lengths: Sequence[int], gpu_gib: float | None = None) -> Facts:
+    """Do the same with the lengths of the samples given."""
     target = outline_target(
         config.paths.target_model,
         dtype=pick_dtype(config.devices.target_dtype, config.devices.targets()[0]),
         attn=config.target.attention,
         mask_token_id=config.target.mask_token_id,
     )
-    return Facts(target=target, lengths=corpus.lengths.tolist(), limits=_limits(config, gpu_gib))
+    return Facts(target=target, lengths=lengths, limits=_limits(config, gpu_gib))
 
 
 def _limits(config: TrainConfig, gpu_gib: float | None) -> dict[str, int]:

@@ -175,7 +175,10 @@ class FusedAttention(TorchFunctionMode):
         if func in _REPLACED and args[0].device.type == "meta":
             if func is torch.Tensor.__bool__:
                 return True
-            return _Fused.apply(args[0], args[1], args[2])  # type: ignore[no-untyped-call]
+            mask = (kwargs or {}).get("attn_mask")
+            # kernels take a mask of yes and no as numbers to add
+            bias = None if mask is None else torch.empty_like(mask, dtype=args[0].dtype)
+            return _Fused.apply(args[0], args[1], args[2], bias)  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
@@ -184,19 +187,19 @@ _REPLACED = (torch.nn.functional.scaled_dot_product_attention, torch.Tensor.__bo
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BHQE: Tensor, k_BGSE: Tensor, v_BGSE: Tensor) -> Tensor:
+    def forward(ctx: Any, q_BHQE: Tensor, k_BGSE: Tensor, v_BGSE: Tensor, bias: Tensor | None) -> Tensor:
         out_BHQE = torch.empty_like(q_BHQE.contiguous())
         row_sums = torch.empty(q_BHQE.shape[:3], dtype=torch.float32, device=q_BHQE.device)
-        ctx.save_for_backward(q_BHQE, k_BGSE, v_BGSE, out_BHQE, row_sums)
+        ctx.save_for_backward(q_BHQE, k_BGSE, v_BGSE, out_BHQE, row_sums, bias)
         return out_BHQE
 
     @staticmethod
-    def backward(ctx: Any, grad_BHQE: Tensor) -> tuple[Tensor, ...]:
-        q_BHQE, k_BGSE, v_BGSE, _out, row_sums = ctx.saved_tensors
+    def backward(ctx: Any, grad_BHQE: Tensor) -> tuple[Tensor | None, ...]:
+        q_BHQE, k_BGSE, v_BGSE, _out, row_sums, _bias = ctx.saved_tensors
         delta = torch.empty_like(row_sums)
         grads = (torch.empty_like(q_BHQE), torch.empty_like(k_BGSE), torch.empty_like(v_BGSE))
         del delta, grad_BHQE
-        return grads
+        return *grads, None
 
 
 def _largest(phases: Sequence[Phase]) -> dict[str, Any]:

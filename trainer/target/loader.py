@@ -117,6 +117,8 @@ def describe_target(
     )
     heads = int(config.num_attention_heads)
     scale = getattr(embedding, "embed_scale", None)
+    if isinstance(scale, torch.Tensor) and scale.device.type == "meta":
+        scale = embedding.scalar_embed_scale  # an outline holds no values, this attribute is the same number
     return TargetInfo(
         path=directory,
         model_type=config.model_type,
