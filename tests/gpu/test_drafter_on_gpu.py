@@ -73,6 +73,7 @@ def test_fast_attention_equals_the_dense_reference_in_fp32(attention: str) -> No
 
     torch.testing.assert_close(sums.numerator, reference.numerator, atol=1e-3, rtol=1e-4)
     assert torch.equal(sums.denominator, reference.denominator)
+    assert (sums.blocks, sums.rows) == (reference.blocks, reference.rows)
     for name, grad in grads.items():
         torch.testing.assert_close(grad, wanted[name], atol=1e-3, rtol=1e-2, msg=name)
 

@@ -114,9 +114,14 @@ def _places() -> list[tuple[str, str]]:
     return [("cpu", "0"), ("0", "cpu"), ("0", "0"), *both]
 
 
+SOFT = {"loss__soft_label_weight": 0.5, "loss__weighting": "dpace", "drafter__split_fc_layers": True}
+objectives = pytest.mark.parametrize("objective", [{}, SOFT], ids=["hard", "soft"])
+
+
+@objectives
 @pytest.mark.parametrize(("target", "drafter"), _places(), ids=lambda value: f"on-{value}")
-def test_run_learns_as_on_the_cpu(tiny, tmp_path, target, drafter):
-    common = {
+def test_run_learns_as_on_the_cpu(tiny, tmp_path, target, drafter, objective):
+    common = objective | {
         "queue__ordered": True,
         "optim__epochs": 4,
         "devices__target_dtype": "fp32",
@@ -146,7 +151,8 @@ def test_bf16_run_keeps_finite_losses(tiny, tmp_path):
     assert lines[-1]["train"]["loss"] < lines[0]["train"]["loss"]
 
 
-def test_steady_step_never_waits_for_the_device(tiny, tmp_path, monkeypatch):
+@objectives
+def test_steady_step_never_waits_for_the_device(tiny, tmp_path, monkeypatch, objective):
     steps = []
     real = DrafterWorker.train_step
 
@@ -161,9 +167,9 @@ def test_steady_step_never_waits_for_the_device(tiny, tmp_path, monkeypatch):
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(DrafterWorker, "train_step", watched)
-    devices = {"devices__target_gpus": "cpu", "devices__drafter_gpus": "0"}
+    options = objective | {"devices__target_gpus": "cpu", "devices__drafter_gpus": "0"}
 
-    assert run_here(settings_for(*tiny, tmp_path / "out", optim__epochs=4, **devices)) == 0
+    assert run_here(settings_for(*tiny, tmp_path / "out", optim__epochs=4, **options)) == 0
 
     assert len(steps) > 10
 

@@ -61,13 +61,13 @@ class StepSums:
     numerator: Tensor
     """0-dim fp32, sum of weight times loss; carries the graph"""
     denominator: Tensor
-    """0-dim fp32, sum of weights; with D-PACE the number of valid blocks"""
+    """0-dim fp32, sum of weights; with D-PACE the number of blocks with any weight"""
     counts: BlockCounts
     """right predictions, for the expected acceptance length"""
     rows: int
     """block positions that carried weight (known on the CPU)"""
     blocks: int
-    """valid blocks"""
+    """blocks with any weight"""
 
 
 _CROSS_ENTROPY = Objective()
@@ -136,7 +136,7 @@ def microbatch_sums(
         denominator=denominator,
         counts=count_blocks(correct_AK, mask_AK, to_device(labels.complete_A, device)),
         rows=rows_R.numel(),
-        blocks=len(labels.complete_A),
+        blocks=_block_count(labels),
     )
 
 
@@ -223,10 +223,15 @@ def _weigh(
     if objective.weighting == DPACE:
         cross_entropy_AK = _spread(result.cross_entropy_R, index_R, mask_AK)
         weights_AK = dpace_weights(cross_entropy_AK, mask_AK, alpha=objective.dpace_alpha)
-        blocks = float(labels.mask_AK.any(dim=1).sum())  # CPU data
-        return weights_AK.flatten().index_select(0, index_R), torch.full((), blocks, device=device)
+        blocks = torch.full((), float(_block_count(labels)), device=device)
+        return weights_AK.flatten().index_select(0, index_R), blocks
     weights_R = to_device(labels.weights_AK[labels.mask_AK], device)
     return weights_R, weights_R.sum()
+
+
+def _block_count(labels: BlockLabels) -> int:
+    """Count the blocks with any weight, on the CPU; padding blocks that flex keeps are left out."""
+    return int(labels.mask_AK.any(dim=1).sum())
 
 
 def _spread(values_R: Tensor, index_R: Tensor, like_AK: Tensor) -> Tensor:

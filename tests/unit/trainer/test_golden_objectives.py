@@ -327,6 +327,7 @@ def test_golden_25_the_divisor_is_the_number_of_blocks_with_weight() -> None:
     sums = _sums(drafter, make_ends(), _pack(tokens), anchors, OBJECTIVES["dpace"])
 
     assert sums.denominator.item() == 3.0
+    assert sums.blocks == 3
     assert not sums.denominator.requires_grad
 
 
