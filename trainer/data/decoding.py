@@ -37,11 +37,11 @@ REPORT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt; `uniforms` (one in [0, 1) per token) only where tokens are sampled."""
+    """One prompt; `uniforms`, numbers or an array in [0, 1), one per token, only where tokens are drawn."""
 
     key: int
     input_ids: Sequence[int]
-    uniforms: Sequence[float] = ()
+    uniforms: Any = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +239,10 @@ class SlotDecoder:
         state.said_N.index_fill_(0, slots_M, 0)
         state.alive_N.index_fill_(0, slots_M, True)
         if state.uniform_NO is not None:
-            rows = [[*request.uniforms, 0.0] for _, request in chosen]
-            state.uniform_NO.index_copy_(0, slots_M, self._to_device(rows, torch.float32))
+            uniform_MO = torch.zeros(len(chosen), self.max_new_tokens + 1)
+            for row, (_, request) in enumerate(chosen):
+                uniform_MO[row, : len(request.uniforms)] = torch.as_tensor(request.uniforms)
+            state.uniform_NO.index_copy_(0, slots_M, uniform_MO.to(self._device))
 
     def _fill(self, batch: Sequence[tuple[int, Request]]) -> None:
         """Put the prompts but for their last tokens into the cache, padded on the right.
@@ -262,8 +264,8 @@ class SlotDecoder:
             **{self._cached: self._cache},
         )
 
-    def _to_device(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._device)
+    def _to_device(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._device)
 
     # --- stepping ----------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ def complete_batch(
     max_new_tokens: int,
     stop_ids: frozenset[int],
     sampling: Sampling | None = None,
-    uniforms: Sequence[Sequence[float]] = (),
+    uniforms: Sequence[Any] = (),
 ) -> list[Completion]:
     """Continue several prompts; finished ones leave the batch, so they cost nothing further.
 
@@ -57,7 +57,9 @@ def complete_batch(
             chosen = logits.argmax(-1)
         else:
             chosen = draw(
-                logits, torch.tensor([uniforms[index][step] for index in alive], device=device), sampling
+                logits,
+                torch.tensor([float(uniforms[index][step]) for index in alive], device=device),
+                sampling,
             )
         keep = []
         # host sync: every token is needed here to know which sequences have ended.

@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from jinja2 import TemplateError
 
 from trainer.data.completions import companion_rows
@@ -137,12 +137,9 @@ def choose_prompts(path: Path, settings: DrawSettings) -> tuple[list[Prompt], Co
     return prompts, dropped
 
 
-def _uniforms(settings: DrawSettings, index: int) -> Sequence[float]:
+def _uniforms(settings: DrawSettings, index: int) -> npt.NDArray[np.float32]:
     bits = np.random.Philox(key=[settings.seed % 2**64, index])
-    numbers: Sequence[float] = (
-        np.random.Generator(bits).random(settings.max_tokens, dtype=np.float32).tolist()
-    )
-    return numbers
+    return np.random.Generator(bits).random(settings.max_tokens, dtype=np.float32)
 
 
 def _draw(tokenizer: Any, request: Request, completion: Completion, ends: frozenset[int]) -> dict[str, Any]:

@@ -11,11 +11,12 @@ Dimension suffixes: N slots, M slots being filled, R rows in view, T positions i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -106,7 +107,8 @@ def attend_slots(
     groups = heads // key.shape[1]
     if length == 1:
         grouped = query.reshape(rows, key.shape[1], groups, size)
-        mixed = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+        with _step_kernels(query.device):
+            mixed = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
         return mixed.reshape(rows, 1, heads, value.shape[-1]), None
     # Flash kernels share heads by themselves; those that take masks or fp32 do not.
     if groups > 1 and (attention_mask is not None or query.dtype == torch.float32):
@@ -121,6 +123,14 @@ def attend_slots(
         enable_gqa=groups > 1,
     )
     return mixed.transpose(1, 2).contiguous(), None
+
+
+def _step_kernels(device: torch.device) -> AbstractContextManager[Any]:
+    """On CUDA, only kernels that read a mask which is shared by heads as it is, and that can be captured."""
+    if device.type != "cuda":
+        return nullcontext()
+    kernels: AbstractContextManager[Any] = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    return kernels
 
 
 AttentionInterface.register(ATTENTION, attend_slots)

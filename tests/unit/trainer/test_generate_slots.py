@@ -18,6 +18,7 @@ from trainer.data.slot_cache import find_obstacle
 from trainer.data.step_graphs import StepGraphs
 from trainer.data.target_decoding import DecodingLimits, Target, measure_slots
 from trainer.data.token_choice import Sampling, draw
+from trainer.errors import OutOfMemoryError
 
 VOCAB = 61
 COMMON = {
@@ -311,3 +312,20 @@ def test_graphs_that_cannot_be_captured_leave_plain_steps(caplog, monkeypatch):
         caplog.text.count("decoding without CUDA graphs, slower: capture failed: operation not permitted")
         == 1
     )
+
+
+@pytest.mark.parametrize(("free_gib", "slots"), [(40, 256), (8, 163), (0, None)])
+def test_slots_are_as_many_as_the_device_has_room_for(monkeypatch, caplog, free_gib, slots):
+    """1,024 tokens of 40 KiB each in a slot, four fifths of the free memory for all of them."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: ((free_gib << 30) - (1 << 24), 1 << 40))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1 << 25)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1 << 24)
+    target = Target(None, device=torch.device("cuda:0"), dtype=torch.bfloat16)
+    target._token_nbytes = 40 << 10
+
+    if slots is None:
+        with pytest.raises(OutOfMemoryError, match="no room on cuda:0 for one prompt of 1024 tokens"):
+            target._affordable(256, 1024)
+        return
+    assert target._affordable(256, 1024) == slots
+    assert ("decoding 163 prompts at once, not 256" in caplog.text) == (slots == 163)
