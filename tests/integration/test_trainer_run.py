@@ -2,14 +2,13 @@
 
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.support.tiny import tiny_samples, tiny_target, write_tiny_corpus
 from tests.support.trainer_runs import metrics_lines, read_status, run_here, settings_for
@@ -241,67 +240,6 @@ def test_resume_with_another_learning_rate_is_recorded(tiny, out, caplog):
     assert record["order"].startswith("free-running")
 
 
-def test_target_that_gives_nan_ends_the_run_with_exit_5_and_keeps_the_checkpoint(tiny, out, tmp_path):
-    assert run_here(settings_for(*tiny, out, optim__max_steps=4)) == 0
-    before = state_tensors(out, 4)
-    shutil.copytree(tiny[0], tmp_path / "nan")
-    weights = load_file(tmp_path / "nan" / "model.safetensors")
-    weights["model.layers.0.mlp.down_proj.weight"][:] = float("nan")
-    save_file(weights, tmp_path / "nan" / "model.safetensors", metadata={"format": "pt"})
-
-    with pytest.raises(NonFiniteError, match="steps in a row had a non-finite loss") as caught:
-        run_here(settings_for(tmp_path / "nan", tiny[1], out, optim__epochs=9, optim__max_nonfinite_steps=3))
-
-    assert caught.value.exit_code == 5
-    line = metrics_lines(out / "run")[-1]
-    assert line["train"]["loss"] is None
-    assert "train.loss" in line["nonfinite"]
-    assert line["train"]["skipped"] >= 3
-    assert all(torch.equal(value, state_tensors(out, 4)[name]) for name, value in before.items())
-
-
-def test_one_poisoned_pack_is_skipped_and_training_goes_on(tiny, out, monkeypatch):
-    calls = []
-    real = Target.hidden_states
-
-    def poisoned(self, *args, **options):
-        hidden, last = real(self, *args, **options)
-        calls.append(1)
-        return (hidden * float("nan") if len(calls) == 3 else hidden), last
-
-    monkeypatch.setattr(Target, "hidden_states", poisoned)
-
-    assert run_here(settings_for(*tiny, out)) == 0
-
-    lines = metrics_lines(out / "run")
-    assert lines[-1]["train"]["skipped"] == 1
-    assert lines[-1]["train"]["loss"] is not None
-    assert all(torch.isfinite(value).all() for value in state_tensors(out, 18).values())
-
-
-@pytest.mark.parametrize(
-    ("place", "thread"),
-    [
-        ("trainer.target.worker.collate", "target-cpu"),
-        ("trainer.drafter.worker.select_anchors", "drafter-cpu"),
-        ("trainer.data.sampler.bucket_counts", "feeder"),
-    ],
-    ids=["target", "drafter", "feeder"],
-)
-def test_dead_worker_ends_the_run_with_its_name_and_traceback(tiny, out, monkeypatch, caplog, place, thread):
-    def broken(*_args, **_options):
-        raise ValueError("worker broke")
-
-    monkeypatch.setattr(place, broken)
-
-    with pytest.raises(WorkerDiedError, match=f"{thread} died: ValueError: worker broke") as caught:
-        run_here(settings_for(*tiny, out))
-
-    assert caught.value.exit_code == 7
-    assert "Traceback" in caplog.text
-    assert not [t for t in threading.enumerate() if t.name in (thread, "telemetry")]
-
-
 def test_memory_error_in_a_worker_is_an_out_of_memory_exit(tiny, out, monkeypatch):
     from trainer.lifecycle.exits import exit_code, translate
 
@@ -408,7 +346,8 @@ def test_cached_hidden_states_spare_the_target_after_the_first_epoch(tiny, out, 
     real = Target.hidden_states
 
     def counting(self, *args, **options):
-        calls.append(1)
+        if threading.current_thread().name.startswith("target"):  # the start-up check is none of the workers
+            calls.append(1)
         return real(self, *args, **options)
 
     monkeypatch.setattr(Target, "hidden_states", counting)
