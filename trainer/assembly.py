@@ -21,12 +21,16 @@ from trainer.checkpoint.lineage import total_steps_after
 from trainer.checkpoint.state import ConsumedPacks
 from trainer.config import TrainConfig, config_hash
 from trainer.data.buckets import bucket_edges
-from trainer.data.corpus import Corpus
+from trainer.data.chat import encode_prompt
+from trainer.data.corpus import Corpus, Sample
+from trainer.data.prompts import read_prompts
 from trainer.data.sampler import PackSampler
 from trainer.drafter.loss import FrozenEnds
 from trainer.drafter.model import Drafter, build_drafter
 from trainer.drafter.shape import drafter_config
 from trainer.drafter.worker import DrafterWorker, StepHooks, StepPlan
+from trainer.errors import ConfigError
+from trainer.eval.online import OnlineEvaluation, Surroundings
 from trainer.optim.adamw import AdamWSettings, MasterAdamW
 from trainer.optim.replicas import ReplicaGroup
 from trainer.pipeline.devices import available_bytes, cpu_threads, pick_attention, pick_dtype, worker_names
@@ -407,4 +411,45 @@ def _build_drafter_worker(
         hooks=hooks,
         # replicas must compute alike to the last bit, so none of them changes its threads on its own
         cpu_threads=threads if config.target.cache_features_bytes and group.is_alone else None,
+    )
+
+
+def build_evaluation(config: TrainConfig, parts: Parts, board: Board) -> OnlineEvaluation | None:
+    """Read held-out prompts and samples; None when no evaluation is wanted.
+
+    Raises:
+        ConfigError: the target has no tokenizer for the prompts.
+        DataError: one of the files has nothing usable.
+    """
+    wanted, target = config.eval, parts.target
+    if not wanted.every and not wanted.held_out_every:
+        return None
+    prompts: list[list[int]] = []
+    if wanted.every:
+        if target.tokenizer is None:
+            raise ConfigError("--eval-every needs the target's tokenizer, none is in --target-model")
+        chosen = read_prompts(wanted.prompts).prompts[: wanted.max_prompts]
+        prompts = [encode_prompt(target.tokenizer, prompt.messages) for prompt in chosen]
+    held_out: list[Sample] = []
+    if wanted.held_out_data:
+        corpus = Corpus.open(
+            wanted.held_out_data,
+            max_seq_len=config.data.max_seq_len,
+            vocab_size=target.info.vocab_size,
+        )
+        _LOG.info("held-out data: %s", corpus.report.render())
+        held_out = [corpus[index] for index in range(min(wanted.held_out_samples, len(corpus)))]
+    return OnlineEvaluation(
+        target,
+        prompts,
+        held_out,
+        config=wanted,
+        around=Surroundings(
+            lock=parts.target_lock,
+            beat=lambda: board.beat("evaluation"),
+            is_stopping=board.stop.is_set,
+            max_anchors=config.loss.max_anchors,
+            head_chunk_rows=config.loss.head_chunk_rows,
+            seed=config.optim.seed,
+        ),
     )

@@ -259,6 +259,17 @@ class EvalConfig(Section):
     prompts: str = setting("", "JSONL file of held-out prompts")
     max_prompts: int = setting(8, "prompts used, from the top of the file", ge=1)
     max_new_tokens: int = setting(64, "tokens generated per prompt", ge=1)
+    held_out_data: str = setting(
+        "", "held-out samples as `prepare` writes them, for the expected acceptance length; empty = none"
+    )
+    held_out_every: int = setting(
+        0, "optimizer steps between passes over the held-out samples; 0 = as eval.every", ge=0
+    )
+    held_out_samples: int = setting(64, "held-out samples used, from the top of the file", ge=1)
+    alarm_gap: float = setting(
+        0.3, "relative gap between expected and real acceptance length that is an alarm", gt=0
+    )
+    alarm_min_blocks: int = setting(64, "blocks on either side below which nothing is compared", ge=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -450,6 +461,15 @@ def _check_runs(config: TrainConfig) -> None:
         raise ConfigError("--eval-every needs --eval-prompts: name a JSONL file of held-out prompts")
     if config.eval.prompts and not Path(config.eval.prompts).is_file():
         raise ConfigError(f"--eval-prompts does not exist: {config.eval.prompts}")
+    if config.eval.held_out_data and not Path(config.eval.held_out_data).exists():
+        raise ConfigError(
+            f"eval.held_out_data does not exist: {config.eval.held_out_data}; "
+            "prepare --held-out-ratio makes it"
+        )
+    if config.eval.held_out_every and not config.eval.held_out_data:
+        raise ConfigError(
+            "eval.held_out_every needs eval.held_out_data: name the held-out file that prepare wrote"
+        )
     if config.loss.noise_end > config.loss.noise_start:
         raise ConfigError(
             f"--noise-end must not exceed --noise-start: {config.loss.noise_end} > {config.loss.noise_start}"

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -25,6 +25,7 @@ from trainer.assembly import (
     Lines,
     Parts,
     build_drafter_workers,
+    build_evaluation,
     build_target_workers,
     load_parts,
     open_lines,
@@ -36,13 +37,10 @@ from trainer.checkpoint.saver import RunFacts, Saver
 from trainer.checkpoint.state import TrainState, compare, read_record, read_state
 from trainer.checkpoint.store import CheckpointStore
 from trainer.config import TrainConfig
-from trainer.data.chat import encode_prompt
-from trainer.data.prompts import read_prompts
 from trainer.data.sampler import Feeder
 from trainer.drafter.worker import DrafterWorker, StepHooks
-from trainer.errors import EXIT_FINISHED, EXIT_STOPPED, ConfigError, PipelineError
-from trainer.eval.online import OnlineEvaluation
-from trainer.eval.speculative import TargetLike
+from trainer.errors import EXIT_FINISHED, EXIT_STOPPED, PipelineError
+from trainer.eval.online import OnlineEvaluation, report_evaluation
 from trainer.flags import Resolved, has_wandb_key, set_collective_defaults
 from trainer.lifecycle.exits import describe
 from trainer.lifecycle.heartbeat import StatusFile
@@ -264,7 +262,7 @@ class Trainer:
         self._status.progress(parts.plan.first_step, parts.plan.total_steps)
         if not self._rank:
             self._saver = self._open_saver(parts, start)
-            self._open_evaluation(parts)
+            self._evaluation = build_evaluation(self.config, parts, self._board)
         return parts
 
     def _enter_loading(self, what: str) -> None:
@@ -340,23 +338,6 @@ class Trainer:
             board=self._board,
             protect=frozenset({parts.plan.first_step} if is_named else ()),
             saved_step=parts.plan.first_step if start.continues_lineage else -1,
-        )
-
-    def _open_evaluation(self, parts: Parts) -> None:
-        config = self.config.eval
-        if not config.every:
-            return
-        prompts = read_prompts(config.prompts).prompts[: config.max_prompts]
-        if parts.target.tokenizer is None:
-            raise ConfigError("--eval-every needs the target's tokenizer, none is in --target-model")
-        self._evaluation = OnlineEvaluation(
-            cast("TargetLike", parts.target),
-            [encode_prompt(parts.target.tokenizer, prompt.messages) for prompt in prompts],
-            stop_ids=parts.target.info.stop_ids,
-            max_new_tokens=config.max_new_tokens,
-            lock=parts.target_lock,
-            beat=lambda: self._board.beat("evaluation"),
-            is_stopping=self._board.stop.is_set,
         )
 
     # -- pipeline -----------------------------------------------------------------------------------------
@@ -498,19 +479,18 @@ class Trainer:
         is_last = step >= self._parts.plan.total_steps or self._board.stop.is_set()
         if self._saver and config.checkpoint.every and step % config.checkpoint.every == 0 and not is_last:
             self._saver.save(step, self._tokens())
-        if config.eval.every and step % config.eval.every == 0 and not self._board.stop.is_set():
-            self._evaluate(step)
+        if self._evaluation is not None and self._evaluation.is_due(step) and not self._board.stop.is_set():
+            self._evaluate(self._evaluation, step)
 
-    def _evaluate(self, step: int) -> None:
-        if self._evaluation is None:
-            return
+    def _evaluate(self, evaluation: OnlineEvaluation, step: int) -> None:
         with self._status.during("evaluating"), self._board.quiet("evaluation"):
-            record = self._evaluation.measure(self._parts.drafter, step)
+            record = evaluation.measure(self._parts.drafter, step)
         if record is None:
             _LOG.info("evaluation at step %d given up for a stop", step)
             return
-        _LOG.info("evaluation at step %d: acceptance length %s", step, record["acceptance_length"])
-        self._score("acceptance_length", step, record["acceptance_length"])
+        self._score("held_out_eal", step, record.get("held_out_eal"))
+        self._score("acceptance_length", step, record.get("acceptance_length"))
+        report_evaluation(record, self._status)
         self._reporter.submit(
             IntervalReport(
                 step=step,

@@ -311,6 +311,8 @@ def test_evaluation_measures_acceptance_between_steps(tiny, out, tmp_path):
     records = [line["eval"] for line in metrics_lines(out / "run") if "eval" in line]
     assert [record["step"] for record in records] == [9, 18]
     assert all(1.0 <= record["acceptance_length"] <= 4.0 for record in records)
+    assert all(1.0 <= record["eal"] <= 4.0 for record in records)
+    assert all(set(record["per_offset"]) == {"1", "2", "3"} for record in records)
     assert all(record["prompts"] <= 2 for record in records)
 
 
@@ -319,7 +321,7 @@ def test_stop_does_not_wait_for_the_rest_of_an_evaluation(tiny, out, tmp_path, m
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"id": n, "prompt": f"say {n}"}) + "\n" for n in range(5)))
     decoded, draining = [], threading.Event()
-    real, real_drain = online.speculative_generate, StatusFile.drain
+    real, real_drain = online.decode_prompts, StatusFile.drain
 
     def drain(self, message):
         real_drain(self, message)
@@ -331,7 +333,7 @@ def test_stop_does_not_wait_for_the_rest_of_an_evaluation(tiny, out, tmp_path, m
         assert draining.wait(30)
         return real(*args, **options)
 
-    monkeypatch.setattr(online, "speculative_generate", generate)
+    monkeypatch.setattr(online, "decode_prompts", generate)
     monkeypatch.setattr(StatusFile, "drain", drain)
 
     assert run_here(settings_for(*tiny, out, eval__every=2, eval__prompts=prompts, optim__epochs=50)) == 9

@@ -162,3 +162,41 @@ def anchors_at(*positions: int, padding: int = 0) -> Anchors:
         position_A=torch.tensor([*positions, *[0] * padding], dtype=torch.int64),
         valid_A=torch.tensor([True] * len(positions) + [False] * padding),
     )
+
+
+def overfit(target: Any, samples: Sequence[Any], *, steps: int, seed: int = 0) -> Drafter:
+    """Train a tiny drafter on a few samples, all anchors, no noise, until it knows them by heart."""
+    from trainer.data.collate import pack_tokens
+    from trainer.drafter.anchors import anchor_candidates, block_labels, pad_anchors, select_anchors
+    from trainer.drafter.loss import microbatch_sums
+    from trainer.eval.speculative import frozen_ends
+
+    drafter = build_drafter(drafter_config(), seed=seed, dtype=torch.float32)
+    ends, ids = frozen_ends(target, drafter.config), drafter.config.target_layer_ids
+    features = [
+        target.hidden_states(torch.as_tensor(sample.input_ids_T, dtype=torch.int64)[None], None, ids)[0][0]
+        for sample in samples
+    ]
+    tokens = pack_tokens(samples)
+    pack = make_pack(tokens, features=torch.cat(features))
+    count = len(anchor_candidates(tokens))
+    anchors = select_anchors(tokens, count, block_size=4, rng=torch.Generator())
+    labels = block_labels(tokens, pad_anchors(anchors, count), block_size=4, gamma=4.0)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3, weight_decay=0.0)
+    for _ in range(steps):
+        sums = microbatch_sums(
+            drafter,
+            ends,
+            pack,
+            anchors,
+            labels,
+            noise_sigma=0.0,
+            noise_seed=0,
+            head_chunk_rows=4096,
+            attention="sdpa",
+        )
+        optimizer.zero_grad()
+        (sums.numerator / sums.denominator).backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        optimizer.step()
+    return drafter

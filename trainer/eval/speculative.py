@@ -243,7 +243,7 @@ class _Stopwatch:
     """Adds up the time of repeated stretches; on CUDA by events, so that measuring does not wait."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device = device
         self._marks: list[Any] = []
 
     def __enter__(self) -> None:
@@ -259,16 +259,16 @@ class _Stopwatch:
     def total_s(self) -> float:
         """Return the sum; on CUDA only after the device has been waited for."""
         pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
-        if self._is_cuda:
+        if self._device.type == "cuda":
             return float(sum(began.elapsed_time(ended) for began, ended in pairs)) / 1000
         return float(sum(ended - began for began, ended in pairs))
 
     def _mark(self) -> None:
-        if not self._is_cuda:
+        if self._device.type != "cuda":
             self._marks.append(time.perf_counter())
             return
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         self._marks.append(event)
 
 
