@@ -22,6 +22,7 @@ from trainer.arguments import (
     add_eval_arguments,
     add_export_arguments,
     add_generate_arguments,
+    add_import_arguments,
     add_plan_arguments,
     add_prepare_arguments,
 )
@@ -42,6 +43,7 @@ COMMANDS = {
     "eval": "measure acceptance length by real speculative decoding",
     "export": "write or check an exported drafter",
     "plan": "predict memory and throughput of a training run, and recommend how to divide the GPUs",
+    "import": "take a published drafter as the beginning of a run",
 }
 """Each command and what it does."""
 
@@ -57,6 +59,7 @@ _MODULES = {
     "eval": (add_eval_arguments, "trainer.eval.command"),
     "export": (add_export_arguments, "trainer.eval.export_command"),
     "plan": (_add_plan_arguments, "trainer.plan"),
+    "import": (add_import_arguments, "trainer.eval.import_command"),
 }
 """Where a command's flags are defined, and the module whose `run_<command>` carries it out."""
 

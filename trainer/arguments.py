@@ -1,4 +1,4 @@
-"""The flags of `prepare`, `generate`, `eval`, `export`, and those of `plan` alone.
+"""The flags of `prepare`, `generate`, `eval`, `export`, `import`, and those of `plan` alone.
 
 Called by `trainer.__main__` before it imports a command's own module, so that help and mistakes answer at
 once although those modules bring torch. Must not import anything heavy, nor check a value: that is the
@@ -167,3 +167,11 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add("--drafter", type=Path, metavar="DIR", help="an exported or published drafter to write again")
     add("--output", type=Path, metavar="DIR", help="write it there, with every key that some engine reads")
     add("--overwrite", action="store_true", help="replace an existing --output")
+
+
+def add_import_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags of `import`."""
+    add = parser.add_argument
+    add("--drafter", required=True, type=Path, metavar="DIR", help="a published or exported drafter")
+    add("--target-model", required=True, type=Path, metavar="DIR", help="the target that it was trained for")
+    add("--output", required=True, type=Path, metavar="DIR", help="the run's output folder; a new lineage")

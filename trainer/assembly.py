@@ -27,7 +27,7 @@ from trainer.data.prompts import read_prompts
 from trainer.data.sampler import PackSampler
 from trainer.drafter.loss import FrozenEnds
 from trainer.drafter.model import Drafter, build_drafter
-from trainer.drafter.shape import drafter_config
+from trainer.drafter.shape import drafter_config, imported_config
 from trainer.drafter.worker import DrafterWorker, StepHooks, StepPlan
 from trainer.errors import ConfigError
 from trainer.eval.online import OnlineEvaluation, Surroundings
@@ -105,13 +105,20 @@ class Lines:
     with_last_hidden: bool
 
 
-def load_parts(config: TrainConfig, *, enter: Callable[[str], None], ranks: int = 1) -> Parts:
+def load_parts(
+    config: TrainConfig,
+    *,
+    enter: Callable[[str], None],
+    ranks: int = 1,
+    imported: Mapping[str, Any] | None = None,
+) -> Parts:
     """Read data and target, and build a fresh drafter.
 
     Args:
         config: of the run.
         enter: called with the name of what is loaded next; may raise to leave.
         ranks: machines that train together.
+        imported: config fields of the published drafter that the run began with; None = shape by `config`.
     """
     enter("data")
     torch.set_num_threads(cpu_threads(config))
@@ -126,7 +133,8 @@ def load_parts(config: TrainConfig, *, enter: Callable[[str], None], ranks: int 
         enter("target" if place == 1 else f"target, replica {place}")
         targets.append(_load_target(config, device))
     enter("drafter")
-    replicas = tuple(_build_replica(config, targets[0], device) for device in config.devices.drafters())
+    places = config.devices.drafters()
+    replicas = tuple(_build_replica(config, targets[0], place, imported) for place in places)
     enter("target: batch against single sequences")
     check = check_batching(targets[0], corpus, replicas[0].drafter.config.target_layer_ids)
     _LOG.info("target: a batch differs from single sequences by %.1e of the states' size", check.worst[1])
@@ -164,8 +172,10 @@ def _load_target(config: TrainConfig, device: str) -> Target:
     return target
 
 
-def _build_replica(config: TrainConfig, target: Target, device: str) -> Replica:
-    drafter = _build_drafter(config, target, device)
+def _build_replica(
+    config: TrainConfig, target: Target, device: str, imported: Mapping[str, Any] | None
+) -> Replica:
+    drafter = _build_drafter(config, target, device, imported)
     return Replica(
         drafter=drafter,
         ends=FrozenEnds(
@@ -178,8 +188,15 @@ def _build_replica(config: TrainConfig, target: Target, device: str) -> Replica:
     )
 
 
-def _build_drafter(config: TrainConfig, target: Target, device: str) -> Drafter:
-    shape = drafter_config(target.info, config.drafter, target_layer_ids=config.target.target_layer_ids)
+def _build_drafter(
+    config: TrainConfig, target: Target, device: str, imported: Mapping[str, Any] | None
+) -> Drafter:
+    layer_ids = config.target.target_layer_ids
+    shape = (
+        drafter_config(target.info, config.drafter, target_layer_ids=layer_ids)
+        if imported is None
+        else imported_config(target.info, imported)
+    )
     dtype = pick_dtype(config.devices.drafter_dtype, device)
     split_fc = config.drafter.split_fc_layers
     drafter = build_drafter(shape, seed=config.optim.seed, dtype=dtype, split_fc=split_fc).to(device)

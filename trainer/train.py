@@ -32,6 +32,7 @@ from trainer.assembly import (
     plan_steps,
     run_identity,
 )
+from trainer.checkpoint import imported
 from trainer.checkpoint.lineage import StartPoint, choose_start, resume_record
 from trainer.checkpoint.saver import RunFacts, Saver
 from trainer.checkpoint.state import TrainState, compare, read_record, read_state
@@ -82,6 +83,7 @@ class Trainer:
         self._start_watch = StartWatch(self.config.queue.start_stall_s, say=self._status.set_message)
         self._output_dir = Path(self.config.paths.output_dir)
         self._evaluation: OnlineEvaluation | None = None
+        self._imported: dict[str, Any] | None = None
         self._worker: DrafterWorker | None = None
         self._saver: Saver | None = None
         self._is_finished = False
@@ -154,6 +156,15 @@ class Trainer:
         if self._resolved.is_own_run_dir:
             self._stopping.clear_stale()
 
+    def _follow_imported(self) -> None:
+        """Where the lineage began with an imported drafter, its shape is the run's."""
+        record = self._imported
+        if record is None:
+            return
+        self.config = imported.follow(self.config, record, given=self._resolved.sources)
+        write_run_record(dataclasses.replace(self._resolved, config=self.config), self._code)
+        _LOG.info("the drafter's shape comes from the imported %s", record["from"])
+
     def _open_telemetry(self) -> Reporter:
         """Report what is off and why, refuse what must not be off, then start the telemetry thread."""
         for note in self._resolved.notes:
@@ -186,10 +197,15 @@ class Trainer:
         start = None if self._rank else choose_start(self._output_dir, self.config.checkpoint.resume)
         if start is not None:
             self._wandb_id = self._choose_wandb_id(start)
+            self._imported = imported.find_imported(start.state_dir)
         if self._nodes is not None:
-            shared = self._nodes.share({"lineage": start.lineage} if start else None)
+            shared = self._nodes.share(
+                {"lineage": start.lineage, "imported": self._imported} if start else None
+            )
+            self._imported = shared["imported"]
             start = start or StartPoint(lineage=shared["lineage"], state_dir=None, skipped=())
         assert start is not None
+        self._follow_imported()
         return start
 
     def _choose_wandb_id(self, start: StartPoint) -> str:
@@ -255,8 +271,16 @@ class Trainer:
     def _load(self, start: StartPoint) -> Parts:
         """Read data and models, build the drafter, and take a stored state over."""
         check_memory(self.config)
-        parts = load_parts(self.config, enter=self._enter_loading, ranks=self._ranks)
+        record = self._imported
+        parts = load_parts(
+            self.config,
+            enter=self._enter_loading,
+            ranks=self._ranks,
+            imported=None if record is None else imported.fields_of(record),
+        )
         self._identity = run_identity(self.config, parts, self._code, ranks=self._ranks)
+        if record is not None:
+            self._identity |= {imported.KEY: record}
         self._require_same(parts)
         self._resume(parts, start)
         self._status.progress(parts.plan.first_step, parts.plan.total_steps)
@@ -311,7 +335,8 @@ class Trainer:
         return state or TrainState(step=head["step"], tokens=head["tokens"], meta={}, tensors=tensors)
 
     def _record_resume(self, state: TrainState, start: StartPoint, state_dir: Path) -> None:
-        differences = compare(state.meta, self._identity)
+        stored = imported.as_if_of_this_run(state.meta, self._identity)
+        differences = compare(stored, self._identity)
         for line in differences:
             _LOG.warning("resumed with a difference: %s", line)
         write_json(

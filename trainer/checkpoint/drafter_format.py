@@ -92,8 +92,9 @@ def parse_config(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_scaling": scaling,
         "block_size": _one_block_size(raw, section, source),
-        "mask_token_id": int(need(section, "mask_token_id", f"{source}, dflash_config")),
-        "target_layer_ids": tuple(need(section, "target_layer_ids", f"{source}, dflash_config")),
+        # older drafters have these two outside of the section
+        "mask_token_id": int(need({**raw, **section}, "mask_token_id", f"{source}, dflash_config")),
+        "target_layer_ids": tuple(need({**raw, **section}, "target_layer_ids", f"{source}, dflash_config")),
         "layer_types": tuple(raw.get("layer_types") or ["full_attention"] * fields["num_hidden_layers"]),
         "sliding_window": raw.get("sliding_window"),
         "attention_bias": bool(raw.get("attention_bias", False)),
@@ -135,7 +136,7 @@ def plain_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Compute name and shape of every tensor from a `config.json`."""
     hidden = int(config["hidden_size"])
-    captured = len(config["dflash_config"]["target_layer_ids"])
+    captured = len({**config, **(config.get("dflash_config") or {})}["target_layer_ids"])
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, captured * hidden),
         "hidden_norm.weight": (hidden,),

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from trainer.config import DrafterSection
 from trainer.drafter.masks import FULL, SLIDING
 from trainer.drafter.model import DrafterConfig, default_target_layer_ids
+from trainer.errors import ConfigError
 
 
 class TargetFacts(Protocol):
@@ -89,6 +90,28 @@ def drafter_config(
         eos_token_id=facts.eos_token_id,
         pad_token_id=facts.pad_token_id,
     )
+
+
+def imported_config(facts: TargetFacts, fields: Mapping[str, Any]) -> DrafterConfig:
+    """Build the config of an imported drafter and hold it against the target that it will train with.
+
+    Raises:
+        ConfigError: it was made for another target.
+    """
+    config = DrafterConfig(**fields)
+    pairs = {
+        "hidden size": (config.hidden_size, facts.hidden_size),
+        "layers of the target": (config.num_target_layers, facts.num_layers),
+        "vocabulary": (config.vocab_size, facts.vocab_size),
+        "embedding scale": (config.embed_scale, facts.embed_scale),
+        "logit cap": (config.logit_softcap, facts.logit_softcap),
+    }
+    wrong = [f"{name} {own} against {its}" for name, (own, its) in pairs.items() if own != its]
+    if wrong:
+        raise ConfigError(
+            f"imported drafter does not fit the target: {', '.join(wrong)}; import it for its own target"
+        )
+    return config
 
 
 def _layer_types(section: DrafterSection) -> tuple[str, ...]:
