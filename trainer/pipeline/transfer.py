@@ -200,12 +200,10 @@ class CudaSender:
                 return
 
     def _complete(self) -> None:
-        try:
+        with self._board.guarding(self._thread.name):
             while (entry := self._in_flight.get()) is not None:
                 entry.copied.synchronize()  # host sync: in this thread only, it exists to wait for copies
                 entry.deliver(entry.states, entry.buffer)
-        except BaseException as error:  # noqa: BLE001 - the thread boundary: kept, ends the run
-            self._board.fail(self._thread.name, error)
 
 
 class Receiver(Protocol):
@@ -295,15 +293,13 @@ class CudaReceiver:
         self._free.put(slot)
 
     def _prefetch(self) -> None:
-        try:
+        with self._board.guarding(self._thread.name):
             while (item := self._source.get(consumer=self._consumer)) is not None:
                 slot = self._take_slot()
                 if slot is None:
                     break
                 self._ready.put(self._copy(item, slot))
             self._ready.put(None)
-        except BaseException as error:  # noqa: BLE001 - the thread boundary: kept, ends the run
-            self._board.fail(self._thread.name, error)
 
     def _take_slot(self) -> _Slot | None:
         """Wait for a device slot; None when the drafter takes nothing any more."""

@@ -73,6 +73,16 @@ class Board:
                 self._failure = Failure(thread=thread, error=error)
         self.abort.set()
 
+    @contextlib.contextmanager
+    def guarding(self, thread: str) -> Iterator[None]:
+        """Stand at a thread's outermost edge: what it raises is logged, kept, and ends the run."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - the thread boundary
+            if self._failure is None:
+                _LOG.exception("%s died", thread)
+            self.fail(thread, error)
+
     def check(self) -> None:
         """Raise when the pipeline cannot go on.
 
@@ -173,9 +183,5 @@ class WorkerGroup:
         ) from failure.error
 
     def _guard(self, name: str, work: Callable[[], None]) -> None:
-        try:
+        with self._board.guarding(name):
             work()
-        except BaseException as error:  # noqa: BLE001 - the thread boundary: logged, kept, ends the run
-            if self._board.failure is None:
-                _LOG.exception("%s died", name)
-            self._board.fail(name, error)
