@@ -135,8 +135,13 @@ def test_the_flags_of_every_documented_run_are_accepted_by_the_trainer(text: str
 
 @pytest.mark.parametrize("text", TRAINER_FILES)
 def test_every_other_toml_is_a_part_of_a_run_file_or_a_trainer_configuration(
-    text: str, tmp_path: Path
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # files that pages name stand below a folder of this name, as `prepare` writes them
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "held_out").mkdir()
+    for name in ("prompts.jsonl", "held_out.parquet"):
+        (tmp_path / "held_out" / name).touch()
     head = 'name = "part"\nnode = "local"\n'
     command = "" if "[command]" in text else "\n[command]\nargs = []\n"
     try:
