@@ -162,7 +162,7 @@ def _train(bed: Bed, objective: Objective) -> tuple[Drafter, AcceptanceReading]:
         optimizer.step(
             learning_rate(step, total_steps=args.steps, peak=args.lr, warmup_ratio=0.04, shape="cosine")
         )
-        if step >= args.steps * 0.9:
+        if step >= int(args.steps * 0.9):
             counts = counts + sums.counts
     return drafter, DeferredCounts(counts).read()
 

@@ -116,7 +116,7 @@ def microbatch_sums(
         hidden_QD = block_hidden(
             drafter, ends, pack, anchors, noise_sigma=noise_sigma, noise_seed=noise_seed, attention=attention
         )
-    device = hidden_QD.device
+    device, size = hidden_QD.device, drafter.config.block_size
     rows_R = labels.mask_AK.flatten().nonzero().flatten()  # on the CPU: no sync
     index_R = to_device(rows_R, device)
     with stage("loss"):
@@ -126,7 +126,7 @@ def microbatch_sums(
             to_device(labels.labels_AK.flatten()[rows_R], device),
             chunk_rows=head_chunk_rows,
             softcap=ends.logit_softcap,
-            soft=_soft_labels(pack, objective, anchors, labels, rows_R, device),
+            soft=_soft_labels(pack, objective, teacher_rows(anchors, size).flatten()[rows_R], device),
         )
     mask_AK = to_device(labels.mask_AK, device)
     weights_R, denominator = _weigh(objective, labels, result, mask_AK, index_R)
@@ -193,12 +193,7 @@ def teacher_rows(anchors: Anchors, block_size: int) -> Tensor:
 
 
 def _soft_labels(
-    pack: FeaturePack,
-    objective: Objective,
-    anchors: Anchors,
-    labels: BlockLabels,
-    rows_R: Tensor,
-    device: torch.device,
+    pack: FeaturePack, objective: Objective, teacher_R: Tensor, device: torch.device
 ) -> SoftLabels | None:
     if not objective.soft_label_share:
         return None
@@ -207,10 +202,9 @@ def _soft_labels(
             f"pack {pack.epoch}:{pack.pack_id} came without the last hidden state that soft labels need: "
             "have the target worker ship it"
         )
-    row_AK = teacher_rows(anchors, labels.mask_AK.shape[1])
     return SoftLabels(
         last_hidden_TD=pack.last_hidden_TD.to(device, non_blocking=True),
-        row_R=to_device(row_AK.flatten()[rows_R], device),
+        row_R=to_device(teacher_R, device),
         share=objective.soft_label_share,
     )
 
