@@ -183,6 +183,12 @@ class LossConfig(Section):
     noise_end: float = setting(0.01, "the same at the last step", ge=0)
     attention: str = setting("auto", "attention of the drafter", choices=("auto", "flex", "sdpa", "dense"))
     compile: bool = setting(True, "use kernels that are compiled at start (FlexAttention); no effect on CPU")
+    flex_min_tokens: int = setting(
+        0,
+        "FlexAttention pads shorter packs to this many tokens: fewer shapes to compile, against padding; "
+        "data.token_budget makes it one shape",
+        ge=0,
+    )
 
     @property
     def uses_soft_labels(self) -> bool:

@@ -84,6 +84,7 @@ def microbatch_sums(
     noise_seed: int,
     head_chunk_rows: int,
     attention: str,
+    flex_min_tokens: int = 0,
     objective: Objective = _CROSS_ENTROPY,
     stage: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> StepSums:
@@ -99,6 +100,7 @@ def microbatch_sums(
         noise_seed: seed of this visit's noise.
         head_chunk_rows: rows per head product; bounds the logits' memory (rows x vocabulary x 4 bytes).
         attention: `dense`, `sdpa` or `flex`.
+        flex_min_tokens: with `flex`, shorter packs are padded to this length, so that fewer shapes compile.
         objective: loss and weights of each position; cross-entropy with static decay by default.
         stage: entered around `forward` and around `loss`, to time them.
 
@@ -114,7 +116,14 @@ def microbatch_sums(
         return _nothing(drafter)
     with stage("forward"):
         hidden_QD = block_hidden(
-            drafter, ends, pack, anchors, noise_sigma=noise_sigma, noise_seed=noise_seed, attention=attention
+            drafter,
+            ends,
+            pack,
+            anchors,
+            noise_sigma=noise_sigma,
+            noise_seed=noise_seed,
+            attention=attention,
+            flex_min_tokens=flex_min_tokens,
         )
     device, size = hidden_QD.device, drafter.config.block_size
     rows_R = labels.mask_AK.flatten().nonzero().flatten()  # on the CPU: no sync
@@ -149,6 +158,7 @@ def block_hidden(
     noise_sigma: float = 0.0,
     noise_seed: int = 0,
     attention: str = "sdpa",
+    flex_min_tokens: int = 0,
 ) -> Tensor:
     """Run the drafter over all blocks of a pack: final hidden states [Q, D] of the given anchors' rows."""
     config, device = drafter.config, drafter.device
@@ -156,7 +166,7 @@ def block_hidden(
     tokens, features_TF = pack.tokens, pack.features_TLD.to(device, non_blocking=True).flatten(1)
     features_TF = add_noise(features_TF, sigma=noise_sigma, seed=noise_seed)
     if attention == "flex":
-        tokens, features_TF, anchors = _pad_for_flex(tokens, features_TF, anchors, size)
+        tokens, features_TF, anchors = _pad_for_flex(tokens, features_TF, anchors, size, flex_min_tokens)
     layout = build_layout(tokens, anchors, block_size=size)
     masks = build_masks(
         layout,
@@ -235,11 +245,11 @@ def _spread(values_R: Tensor, index_R: Tensor, like_AK: Tensor) -> Tensor:
 
 
 def _pad_for_flex(
-    tokens: PackedTokens, features_TF: Tensor, anchors: Anchors, block_size: int
+    tokens: PackedTokens, features_TF: Tensor, anchors: Anchors, block_size: int, min_tokens: int = 0
 ) -> tuple[PackedTokens, Tensor, Anchors]:
     """Pad to few distinct lengths: each new shape costs a compilation of 15 s and more."""
     length = tokens.input_ids_T.numel()
-    extra = _coarse_length(length) - length
+    extra = _coarse_length(max(length, min_tokens)) - length
     slots = len(anchors)
     while slots * block_size % FLEX_MULTIPLE:
         slots += 1

@@ -305,6 +305,7 @@ class DrafterWorker:
             noise_seed=pack_seed(run_seed=seed, epoch=pack.epoch, pack_id=pack.pack_id, stream="noise"),
             head_chunk_rows=loss.head_chunk_rows,
             attention=self._attention,
+            flex_min_tokens=loss.flex_min_tokens,
             objective=self._objective,
             stage=self.timers.stage,
         )

@@ -136,6 +136,7 @@ def _step(
             noise_seed=done,
             head_chunk_rows=config.loss.head_chunk_rows,
             attention=attention,
+            flex_min_tokens=config.loss.flex_min_tokens,
             objective=Objective.from_config(config.loss),
         )
         optimizer.accumulate(sums.numerator, sums.denominator)

@@ -262,6 +262,17 @@ def test_flex_shapes_are_few_and_whole_tiles() -> None:
     assert all(length <= _coarse_length(length) <= max(128, 1.25 * length + 128) for length in range(1, 8193))
 
 
+@pytest.mark.parametrize("length", [1, 40, 300, 512])
+def test_flex_packs_below_a_least_length_share_one_shape(length: int) -> None:
+    tokens = make_tokens((length,))
+    features = make_pack(tokens).features_TLD.flatten(1)
+
+    padded_tokens, padded, _ = _pad_for_flex(tokens, features, anchors_at(0), 4, 512)
+
+    assert padded.shape[0] == padded_tokens.doc_id_T.numel() == 512
+    assert int((padded_tokens.doc_id_T >= 0).sum()) == length
+
+
 def test_flex_padding_changes_nothing_that_is_kept() -> None:
     drafter, ends, tokens = make_drafter(), make_ends(), make_tokens((15, 25))
     pack, anchors = make_pack(tokens), anchors_at(5, 20)
