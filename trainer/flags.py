@@ -126,7 +126,7 @@ def resolve(
     """Merge all sources into one checked configuration.
 
     Args:
-        flags: flag name (with dashes) to its value; only flags that were given.
+        flags: flag name (with dashes) to its value, for a switch any value; only flags that were given.
         toml_path: the `--config` file.
         overrides: `table.key=value` texts of `--set`, later ones win.
         environ: the environment; the process's own when None.
@@ -152,7 +152,8 @@ def resolve(
     notes = _apply_environment(environ, put)
     _refuse_contradicting(flags)
     for name, value in flags.items():
-        put(_FLAG_BY_NAME[name].key, value, name)
+        flag = _FLAG_BY_NAME[name]
+        put(flag.key, value if flag.constant is None else flag.constant, name)
 
     config = _build(values, sources)
     world = find_world(environ)

@@ -68,7 +68,7 @@ def test_run_learns_with_every_objective(tiny, tmp_path, changes):
 def test_soft_labels_ship_the_last_hidden_state_and_count_its_bytes(tiny, tmp_path, packs):
     words = settings_for(*tiny, tmp_path / "out")
 
-    assert Trainer(resolve({"--use-soft-labels": 1.0}, overrides=words, environ={})).train() == 0
+    assert Trainer(resolve({"--use-soft-labels": True}, overrides=words, environ={})).train() == 0
 
     assert packs
     for pack in packs:

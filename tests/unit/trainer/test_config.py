@@ -1,5 +1,6 @@
 """The trainer's configuration: closed flag list, precedence, and one line for every mistake."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,29 @@ def test_every_flag_names_an_existing_key():
     for flag in FLAGS:
         table, key = flag.key.split(".")
         assert key in SECTIONS[table].__dataclass_fields__
+
+
+SWITCHES = {flag.name: flag for flag in FLAGS if flag.constant is not None}
+
+
+@pytest.mark.parametrize("flag", SWITCHES.values(), ids=SWITCHES)
+def test_switch_on_the_command_line_sets_what_it_stands_for(folders, flag):
+    from trainer.__main__ import build_train_parser
+
+    words = [word for pair in folders.items() for word in pair]
+    given = vars(build_train_parser().parse_args([*words, flag.name]))
+    table, key = flag.key.split(".")
+    opposite = json.dumps(not flag.constant if isinstance(flag.constant, bool) else 0.25)
+
+    config = resolve(
+        {name: value for name, value in given.items() if name.startswith("--")},
+        overrides=[f"{flag.key}={opposite}"],
+        environ={},
+    ).config
+
+    value = getattr(getattr(config, table), key)
+    assert value == flag.constant
+    assert type(value) is type(flag.constant)
 
 
 def test_precedence_is_flag_environment_set_toml_default(folders, tmp_path):
