@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from trainer.errors import ConfigError, DataError
 log = logging.getLogger(__name__)
 
 DOMAIN = "self"
+_SENTENCE_END = re.compile(r"[.!?:]['\")\]]*(?=\s)|\n")
 _MARK = "mark0of0content"
 
 
@@ -119,22 +121,38 @@ def sample_prompts(
 
 
 def choose_prompts(path: Path, settings: DrawSettings) -> tuple[list[Prompt], Counter[str]]:
-    """Read the draws in order of their numbers and drop those that are no prompt of their own."""
-    draws = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Read the draws in order of their numbers and drop those that are no prompt of their own.
+
+    A draw that the length limit cut off is used up to its last whole sentence: small targets seldom end a
+    user's turn by themselves (17 % did within 128 tokens with SmolLM2-135M-Instruct).
+    """
+    # by "\n" alone: a text may hold other line separators, which JSON does not escape
+    lines = path.read_text(encoding="utf-8").split("\n")
+    draws = [json.loads(line) for line in lines if line]
     prompts: list[Prompt] = []
     dropped: Counter[str] = Counter()
     seen: set[str] = set()
     for draw in sorted(draws, key=lambda entry: int(entry["index"])):
         if draw["index"] >= settings.count:
             continue
-        fault = draw["fault"] or ("duplicate" if draw["text"].strip() in seen else None)
+        text, fault = draw["text"], draw["fault"]
+        if fault == "cut_off":
+            text = _whole_sentences(text)
+            fault = None if text else fault
+        fault = fault or ("duplicate" if text.strip() in seen else None)
         if fault:
             dropped[fault] += 1
             continue
-        seen.add(draw["text"].strip())
-        messages = ({"role": "user", "content": draw["text"]},)
+        seen.add(text.strip())
+        messages = ({"role": "user", "content": text},)
         prompts.append(Prompt(f"{DOMAIN}-{settings.seed}-{draw['index']:07d}", DOMAIN, messages))
     return prompts, dropped
+
+
+def _whole_sentences(text: str) -> str:
+    """Return the text up to its last sentence end; empty when it holds none."""
+    ends = [match.end() for match in _SENTENCE_END.finditer(text)]
+    return text[: ends[-1]].strip() if ends else ""
 
 
 def _uniforms(settings: DrawSettings, index: int) -> npt.NDArray[np.float32]:
@@ -146,12 +164,12 @@ def _draw(tokenizer: Any, request: Request, completion: Completion, ends: frozen
     spoken = [token for token in completion.token_ids if token not in ends]
     text = tokenizer.decode(spoken)
     fault = None
-    if completion.is_cut_off:
+    if set(spoken) & set(tokenizer.all_special_ids):
+        fault = "special_token"
+    elif completion.is_cut_off:
         fault = "cut_off"
     elif not text.strip():
         fault = "empty"
-    elif set(spoken) & set(tokenizer.all_special_ids):
-        fault = "special_token"
     return {"index": request.key, "text": text, "tokens": len(completion.token_ids), "fault": fault}
 
 

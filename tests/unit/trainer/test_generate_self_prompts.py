@@ -11,7 +11,7 @@ import torch
 from tests.support.tiny import END_ID, TEMPLATE, UNK_ID, tiny_target, tiny_tokenizer
 from trainer.arguments import add_generate_arguments
 from trainer.data import self_prompts
-from trainer.data.completions import RowFile
+from trainer.data.completions import RowFile, companion_rows
 from trainer.data.generate import run_generate
 from trainer.data.pretrained import load_causal_lm
 from trainer.data.self_prompts import DrawSettings, choose_prompts, find_user_header
@@ -97,10 +97,12 @@ def test_sampled_prompts_are_completed_and_marked(model_dir, tmp_path, capsys):
     rows = run(model_dir, tmp_path)
 
     made = draws(tmp_path)
-    used = {f"self-0-{draw['index']:07d}": draw["text"] for draw in made if draw["fault"] is None}
+    texts = {
+        f"self-0-{draw['index']:07d}": draw["text"] for draw in made if draw["fault"] in (None, "cut_off")
+    }
     summary = json.loads(capsys.readouterr().out)
     assert [draw["index"] for draw in made] == list(range(40))
-    assert {row["id"]: row["messages"][0]["content"] for row in rows}.items() <= used.items()
+    assert all(row["messages"][0]["content"] in texts[row["id"]] for row in rows)
     assert {row["domain"] for row in rows} == {"self"}
     assert all(row["messages"][0]["role"] == "user" and row["completion_ids"] for row in rows)
     assert len(rows) + sum(summary["skipped"].values()) == 40
@@ -202,6 +204,43 @@ def test_draws_are_chosen_in_the_order_of_their_numbers(tmp_path):
     assert dropped == {"duplicate": 1, "empty": 1}
 
 
+SEPARATORS = ["\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]
+
+
+def choose_texts(tmp_path, *draws):
+    path = tmp_path / "draws.jsonl"
+    with companion_rows(path, key="index") as rows:
+        rows.write(
+            [
+                {"index": index, "text": text, "tokens": 3, "fault": fault}
+                for index, (text, fault) in enumerate(draws)
+            ]
+        )
+    settings = DrawSettings(count=len(draws), seed=0, sampling=Sampling(temperature=1.0), max_tokens=8)
+    prompts, dropped = choose_prompts(path, settings)
+    return [prompt.messages[0]["content"] for prompt in prompts], dropped
+
+
+@pytest.mark.parametrize("separator", SEPARATORS)
+def test_a_text_may_hold_any_line_separator_of_unicode(tmp_path, separator):
+    text = f"one{separator}two"
+    assert choose_texts(tmp_path, (text, None)) == ([text], {})
+
+
+def test_a_draw_that_was_cut_off_is_used_up_to_its_last_sentence(tmp_path):
+    texts, dropped = choose_texts(
+        tmp_path,
+        ("How far is it? Say it in mi", "cut_off"),
+        ("First line\nsecond li", "cut_off"),
+        ('He said "no." Then he we', "cut_off"),
+        ("version 3.14 has no sentence end", "cut_off"),
+        ("How far is it? And so", "cut_off"),
+    )
+
+    assert texts == ["How far is it?", "First line", 'He said "no."']
+    assert dropped == {"cut_off": 1, "duplicate": 1}
+
+
 def test_a_draw_that_holds_a_control_token_is_no_prompt():
     completion = self_prompts.Completion([10, UNK_ID, 11, END_ID], is_cut_off=False)
 
@@ -211,7 +250,7 @@ def test_a_draw_that_holds_a_control_token_is_no_prompt():
 
 
 def test_no_usable_draw_is_an_error(model_dir, tmp_path):
-    with pytest.raises(DataError, match=r"none of 2 sampled prompts is usable: dropped \{'cut_off': 2\}"):
+    with pytest.raises(DataError, match=r"none of 2 sampled prompts is usable: dropped \{.*: [12]"):
         run(model_dir, tmp_path, "--sample-prompts", "2", "--prompt-max-tokens", "1")
 
 
