@@ -80,7 +80,11 @@ class Trainer:
         self._signals = SignalCounter()
         self._status = StatusFile(resolved.run_dir)
         self._board = Board(stall_s=self.config.queue.stall_s, on_stall=log_stacks)
-        self._start_watch = StartWatch(self.config.queue.start_stall_s, say=self._status.set_message)
+        self._start_watch = StartWatch(
+            self.config.queue.start_stall_s,
+            say=self._status.set_message,
+            look_for_stop=lambda: self._stopping.look() and self._signals.count == 0,
+        )
         self._output_dir = Path(self.config.paths.output_dir)
         self._evaluation: OnlineEvaluation | None = None
         self._imported: dict[str, Any] | None = None
@@ -133,7 +137,7 @@ class Trainer:
             self._store = CheckpointStore(self._output_dir / start.lineage)
             if not self._rank:
                 self._store.prepare()
-            with self._signals.interrupting(), self._start_watch.watching():
+            with self._start_watch.watching(), self._signals.interrupting():
                 self._parts = parts = self._load(start)
             if parts.plan.first_step >= parts.plan.total_steps:
                 _LOG.info("nothing left to do: step %d of %d", parts.plan.first_step, parts.plan.total_steps)
@@ -299,6 +303,9 @@ class Trainer:
         state = self._read_state(start)
         if state is None:
             return
+        if start.state_dir is not None:
+            # refuses by name, before the packs of another plan are looked at
+            compare(imported.as_if_of_this_run(state.meta, self._identity), self._identity)
         parts.consumed.load(state.tensors)
         parts.plan = plan_steps(
             self.config,
@@ -394,7 +401,7 @@ class Trainer:
         )
         self._worker = drafters[0]
         self._connect_sources(lines, targets, drafters, parts)
-        with self._start_watch.watching():
+        with self._start_watch.watching(), self._signals.interrupting():
             self._warm_up(targets, drafters)
         group = WorkerGroup(board)
         group.add("feeder", feeder.run)

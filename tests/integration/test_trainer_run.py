@@ -134,20 +134,22 @@ def test_golden_26_target_embedding_and_head_are_never_changed(tiny, out, monkey
 def test_golden_36_ordered_resume_repeats_the_uninterrupted_run_bit_for_bit(
     tiny, tmp_path, visits, monkeypatch
 ):
-    common = {"queue__ordered": True, "optim__grad_accum": 2, "optim__epochs": 3}
+    """Fifty steps after the resume, over epoch borders that fall inside of accumulated steps."""
+    common = {"queue__ordered": True, "optim__grad_accum": 2, "optim__epochs": 13}
     assert run_here(settings_for(*tiny, tmp_path / "whole", **common)) == 0
-    whole, total = list(visits), 14
+    whole, total = list(visits), 59
     visits.clear()
 
     with monkeypatch.context() as patch:
-        stop_after(patch, 5)
+        stop_after(patch, 9)
         run_here(settings_for(*tiny, tmp_path / "parts", **common))
-    assert read_status(tmp_path / "parts" / "run")["last_checkpoint"]["step"] == 5
+    assert read_status(tmp_path / "parts" / "run")["last_checkpoint"]["step"] == 9
     first = list(visits)
     visits.clear()
     assert run_here(settings_for(*tiny, tmp_path / "parts", **common)) == 0
 
-    assert len(first) == 15
+    assert len(first) == 3 * 9
+    assert total - 9 == 50
     assert first + visits == whole
     left, right = state_tensors(tmp_path / "whole", total), state_tensors(tmp_path / "parts", total)
     assert left.keys() == right.keys()

@@ -187,12 +187,13 @@ def compare(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[Diffe
     Raises:
         CheckpointError: names every difference that cannot be continued.
     """
-    found = [
-        difference
-        for part in ("data", "target")
-        for difference in _differences(part, stored.get(part, {}), present.get(part, {}))
-    ]
-    refused, recorded = found, []
+    refused: list[Difference] = []
+    recorded: list[Difference] = []
+    for part in ("data", "target"):
+        known = stored.get(part, {})
+        for difference in _differences(part, known, present.get(part, {})):
+            # what an older trainer did not look at cannot be held against its state
+            (refused if difference.field.partition(".")[2] in known else recorded).append(difference)
     old_config, new_config = stored.get("config", {}), present.get("config", {})
     for table in sorted({*old_config, *new_config}):
         new = new_config.get(table, {})

@@ -2,7 +2,8 @@
 
 Used by `trainer.train`. Three guards: the board of the pipeline raises `StalledError` (it calls `log_stacks`
 first), `StartWatch` ends a start whose main thread is stuck itself, and `NativeDump` writes the stacks even
-when a thread holds the interpreter's lock and no Python code can run. Must not decide what a stall is.
+when a thread holds the interpreter's lock and no Python code can run. `StartWatch` also looks for a stop
+while the main thread reads or compiles. Must not decide what a stall is.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import faulthandler
 import io
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -23,6 +25,8 @@ from trainer.lifecycle.exits import describe
 
 _LOG = logging.getLogger(__name__)
 
+LOOK_S = 0.25
+"""How often a stop request is looked for during the start."""
 REARM_S = 5.0
 """Longest time between two settings of the native timer."""
 
@@ -73,13 +77,26 @@ class StartWatch:
 
     The main thread reads data and models itself and may be stuck in a system call, so that an exception
     would never arrive: the process is left at once, with the exit code of a stalled pipeline.
+
+    Args:
+        limit_s: seconds that one part of the start may take.
+        say: gets the line that the process ends with.
+        look_for_stop: tells whether a stop was requested just now; the main thread then gets SIGTERM, which
+            it cannot overlook while it reads or compiles.
+        leave: ends the process with an exit code.
     """
 
     def __init__(
-        self, limit_s: float, *, say: Callable[[str], None], leave: Callable[[int], object] = os._exit
+        self,
+        limit_s: float,
+        *,
+        say: Callable[[str], None],
+        look_for_stop: Callable[[], bool] = lambda: False,
+        leave: Callable[[int], object] = os._exit,
     ) -> None:
         self._limit_s = limit_s
         self._say = say
+        self._look_for_stop = look_for_stop
         self._leave = leave
         self._what = "start"
         self._since_s = time.monotonic()
@@ -103,18 +120,22 @@ class StartWatch:
             thread.join()
 
     def _run(self) -> None:
-        while not self._is_over.wait(max(0.0, self._since_s + self._limit_s - time.monotonic())):
+        while not self._is_over.wait(LOOK_S):
+            if self._look_for_stop():
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
             idle_s = time.monotonic() - self._since_s
-            if idle_s < self._limit_s:
-                continue
-            log_stacks()
-            error = StalledError(
-                f"the start stands still for {idle_s:.0f} s at: {self._what} "
-                f"(limit {self._limit_s:g} s, queue.start_stall_s); its stacks are above"
-            )
-            _LOG.error("%s", describe(error))
-            self._say(describe(error))
-            logging.shutdown()
-            sys.stdout.flush()
-            self._leave(error.exit_code)
-            return
+            if idle_s >= self._limit_s:
+                self._end(idle_s)
+                return
+
+    def _end(self, idle_s: float) -> None:
+        log_stacks()
+        error = StalledError(
+            f"the start stands still for {idle_s:.0f} s at: {self._what} "
+            f"(limit {self._limit_s:g} s, queue.start_stall_s); its stacks are above"
+        )
+        _LOG.error("%s", describe(error))
+        self._say(describe(error))
+        logging.shutdown()
+        sys.stdout.flush()
+        self._leave(error.exit_code)

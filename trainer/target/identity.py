@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import ConfigError
+
+SAMPLES = 256
+SAMPLE_BYTES = 4096
+"""What of each weight file goes into the fingerprint of a target: 1 MiB, wherever it lies."""
 
 
 def read_vocab_size(directory: Path) -> int:
@@ -27,10 +32,26 @@ def read_vocab_size(directory: Path) -> int:
 
 
 def target_fingerprint(directory: Path, *, mask_token_id: int) -> dict[str, Any]:
-    """Return what identifies a target independently of where its folder lies."""
-    sizes = {file.name: file.stat().st_size for file in sorted(directory.glob("*.safetensors"))}
+    """Return what identifies a target independently of where its folder lies.
+
+    Its weights are sampled: a fine-tuned copy has the same config and sizes, but hardly a page in common.
+    """
+    files = sorted(directory.glob("*.safetensors"))
     return {
         "config_sha256": hashlib.sha256((directory / "config.json").read_bytes()).hexdigest(),
-        "weight_files": sizes,
+        "weight_files": {file.name: file.stat().st_size for file in files},
+        "weights_sample_sha256": sample_digest(files),
         "mask_token_id": mask_token_id,
     }
+
+
+def sample_digest(files: Sequence[Path]) -> str:
+    """Return the SHA-256 over `SAMPLES` pages of each file, evenly spread, first and last included."""
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            for number in range(SAMPLES):
+                stream.seek(max(0, size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+                digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()

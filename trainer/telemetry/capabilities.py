@@ -11,6 +11,7 @@ import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from trainer.config import TrainConfig
@@ -116,6 +117,7 @@ def find(
             remedy="install nvidia-ml-py; a GPU driver must be present" if nvml_reason else "",
         ),
         _wandb(config, mode=wandb_mode, has_key=has_wandb_key),
+        _parquet(config),
         Capability(
             name="kernels",
             level="off",
@@ -123,6 +125,22 @@ def find(
             reason="no fused kernels are used in this version" if uses_cuda else "CPU devices chosen",
         ),
     ]
+
+
+def _parquet(config: TrainConfig) -> Capability:
+    path = Path(config.paths.data_dir)
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    tables = [file.name for file in files if file.suffix in (".parquet", ".arrow")]
+    is_installed = has_module("pyarrow")
+    needs = f"{tables[0]} cannot be read" if tables else "the data are JSONL, which need it not"
+    reason = f"module pyarrow cannot be imported; {needs}"
+    return Capability(
+        name="parquet",
+        level="required" if tables else "off",
+        is_on=is_installed,
+        reason="" if is_installed else reason,
+        remedy="" if is_installed else "pip install 'dflash-supervisor[data]', or use JSONL",
+    )
 
 
 def _wandb(config: TrainConfig, *, mode: str, has_key: bool) -> Capability:
