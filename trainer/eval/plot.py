@@ -15,6 +15,14 @@ from trainer.errors import DependencyError
 
 _COLOURS = ("#1f6feb", "#d1570a", "#1a7f37", "#8250df", "#bf3989", "#57606a")
 _INK, _FAINT = "#24292f", "#d0d7de"
+_GIVEN = {"linestyle": "-", "marker": "o", "markersize": 4.5, "linewidth": 1.8}
+_SO_FAR = {
+    "linestyle": (0, (4, 2)),
+    "marker": "o",
+    "markersize": 4.5,
+    "linewidth": 1.3,
+    "markerfacecolor": "white",
+}
 
 
 def require_matplotlib() -> Any:
@@ -50,28 +58,24 @@ def draw_report(report: Mapping[str, Any], path: Path) -> None:
 
 
 def _draw_offsets(axes: Any, block: Mapping[str, Any], colour: str) -> None:
-    rows = block["offsets"]
-    name = f"block {block['block_size']}"
-    for key, line, label in (
-        ("conditional", "-", f"{name}, given all before"),
-        ("prefix", "--", f"{name}, so far"),
-    ):
-        points = [(row["offset"], row[key]) for row in rows if row[key] is not None]
+    for key, style in (("conditional", _GIVEN), ("prefix", _SO_FAR)):
+        points = [(row["offset"], row[key]) for row in block["offsets"] if row[key] is not None]
         if points:
-            offsets, shares = zip(*points, strict=True)
-            axes.plot(
-                offsets, shares, line, color=colour, marker="o", markersize=4, linewidth=1.8, label=label
-            )
+            axes.plot(*zip(*points, strict=True), color=colour, markeredgecolor=colour, **style)
+    length = block["acceptance_length"]
+    shown = "" if length is None else f": {length:.2f} tokens per verify"
+    axes.plot([], [], color=colour, linewidth=5, label=f"block {block['block_size']}{shown}")
 
 
 def _finish_offsets(axes: Any) -> None:
+    axes.plot([], [], color=_INK, markeredgecolor=_INK, label="accepted, given all before", **_GIVEN)
+    axes.plot([], [], color=_INK, markeredgecolor=_INK, label="accepted up to here", **_SO_FAR)
     axes.set_title("Acceptance by offset in the block", loc="left", fontsize=11, color=_INK)
-    axes.set_xlabel("offset (1 = first drafted token)")
-    axes.set_ylabel("share of drafts accepted")
+    axes.set_xlabel("offset (1 = first drafted token)", color=_INK)
+    axes.set_ylabel("share of drafts", color=_INK)
     axes.set_ylim(0, 1.02)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=8.5)
+    axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=8.5, loc="upper right")
     _tidy(axes, "both")
 
 
@@ -98,6 +102,7 @@ def _draw_domains(
             va="center",
             fontsize=8,
             color=_INK,
+            bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
         )
     if block["acceptance_length"] is not None:
         axes.axvline(block["acceptance_length"], color=colour, linewidth=1.1, linestyle=":", zorder=0)
@@ -105,12 +110,12 @@ def _draw_domains(
 
 def _finish_domains(axes: Any, domains: Sequence[str]) -> None:
     axes.set_title(
-        "Acceptance length by domain (bar: 95 % interval, dotted: all prompts)",
+        "Acceptance length by domain",
         loc="left",
         fontsize=11,
         color=_INK,
     )
-    axes.set_xlabel("tokens per verify, 1 = no gain")
+    axes.set_xlabel("tokens per verify (1 = no gain)\nblack: 95 % interval, dotted: all prompts", color=_INK)
     axes.set_yticks(range(len(domains)), [_short(name) for name in domains])
     axes.invert_yaxis()
     axes.margins(x=0.12)
