@@ -132,6 +132,12 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         help="how sampled drafts are verified (default deterministic)",
     )
     add("--seed", type=int, metavar="N", help="seed of the sampling (default 0)")
+    add(
+        "--thinking",
+        choices=("template", "on", "off"),
+        default="template",
+        help="whether the target thinks, where its template can tell (default: the template's own choice)",
+    )
     add("--no-speed", action="store_true", help="leave out the comparison with plain decoding")
     add("--json", type=Path, metavar="FILE", help="write the full record there")
     add("--markdown", type=Path, metavar="FILE", help="write it as tables for people")

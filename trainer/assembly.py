@@ -21,7 +21,6 @@ from trainer.checkpoint.lineage import total_steps_after
 from trainer.checkpoint.state import ConsumedPacks
 from trainer.config import TrainConfig, config_hash
 from trainer.data.buckets import bucket_edges
-from trainer.data.chat import encode_prompt
 from trainer.data.corpus import Corpus, Sample
 from trainer.data.prompts import read_prompts
 from trainer.data.sampler import PackSampler
@@ -31,6 +30,7 @@ from trainer.drafter.shape import drafter_config, imported_config
 from trainer.drafter.worker import DrafterWorker, StepHooks, StepPlan
 from trainer.errors import ConfigError
 from trainer.eval.online import OnlineEvaluation, Surroundings
+from trainer.eval.prompts import encode_prompts
 from trainer.optim.adamw import AdamWSettings, MasterAdamW
 from trainer.optim.replicas import ReplicaGroup
 from trainer.pipeline.devices import available_bytes, cpu_threads, pick_attention, pick_dtype, worker_names
@@ -446,7 +446,7 @@ def build_evaluation(config: TrainConfig, parts: Parts, board: Board) -> OnlineE
         if target.tokenizer is None:
             raise ConfigError("--eval-every needs the target's tokenizer, none is in --target-model")
         chosen = read_prompts(wanted.prompts).prompts[: wanted.max_prompts]
-        prompts = [encode_prompt(target.tokenizer, prompt.messages) for prompt in chosen]
+        prompts = encode_prompts(target.tokenizer, chosen, wanted.thinking)
     held_out: list[Sample] = []
     if wanted.held_out_data:
         corpus = Corpus.open(

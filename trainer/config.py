@@ -265,6 +265,11 @@ class EvalConfig(Section):
     prompts: str = setting("", "JSONL file of held-out prompts")
     max_prompts: int = setting(8, "prompts used, from the top of the file", ge=1)
     max_new_tokens: int = setting(64, "tokens generated per prompt", ge=1)
+    thinking: str = setting(
+        "template",
+        "whether the target thinks on the prompts; template = as its chat template does by itself",
+        choices=("template", "on", "off"),
+    )
     held_out_data: str = setting(
         "", "held-out samples as `prepare` writes them, for the expected acceptance length; empty = none"
     )

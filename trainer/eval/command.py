@@ -55,6 +55,7 @@ def run_eval(args: argparse.Namespace) -> int:
         batch_size=args.batch_size,
         sampling=sampling_of(args),
         with_speed=not args.no_speed,
+        thinking=args.thinking,
         json_path=args.json,
         markdown_path=args.markdown,
         plot_path=args.plot,
@@ -75,6 +76,7 @@ def evaluate(
     batch_size: int | None = None,
     sampling: Sampling | None = None,
     with_speed: bool = True,
+    thinking: str = "template",
     json_path: Path | None = None,
     markdown_path: Path | None = None,
     plot_path: Path | None = None,
@@ -92,6 +94,7 @@ def evaluate(
         batch_size: prompts decoded at once; None for 1 on the CPU, `GPU_BATCH_SIZE` on a GPU.
         sampling: None is greedy.
         with_speed: also compare with plain decoding, greedy, one prompt at a time.
+        thinking: `on`, `off`, or `template` for what the chat template does by itself.
         json_path: where the full record goes, None for nowhere.
         markdown_path: the same as tables for people.
         plot_path: the same as a figure (PNG).
@@ -125,6 +128,7 @@ def evaluate(
         compared_prompts=COMPARED_PROMPTS if with_speed else 0,
         speed_rounds=SPEED_ROUNDS,
         speed_tokens=min(max_new_tokens, SPEED_TOKENS),
+        thinking=thinking,
     )
     blocks = measure(target, model, prompt_file.prompts[:max_prompts], plan)
     setting = {
@@ -134,7 +138,6 @@ def evaluate(
         "skipped_prompts": dict(prompt_file.skipped),
         "trained_block_size": model.config.block_size,
         **plan.as_dict(),
-        "thinking": "as the target's chat template has it by default",
         "device": str(place),
         "device_name": torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu",
         "dtype": str(dtype).removeprefix("torch."),

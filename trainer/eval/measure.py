@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trainer.data.chat import encode_prompt
 from trainer.data.prompts import Prompt
 from trainer.drafter.model import Drafter
 from trainer.errors import ConfigError
 from trainer.eval.batched import decode_prompts
+from trainer.eval.prompts import encode_prompts
 from trainer.eval.report import MeasuredBlock, MeasuredPrompt
 from trainer.eval.speculative import SpeculativeResult
 from trainer.eval.speed import SpeedPlan, measure_speed
@@ -40,6 +40,8 @@ class MeasurePlan:
     """prompts that are timed against plain decoding, spread over all domains; 0 leaves speed out"""
     speed_rounds: int
     speed_tokens: int
+    thinking: str = "template"
+    """`on`, `off`, or `template` for what the chat template does by itself"""
 
     def as_dict(self) -> dict[str, Any]:
         """For the record."""
@@ -56,7 +58,7 @@ def measure(
     """
     if target.tokenizer is None:
         raise ConfigError(f"target has no tokenizer: {target.info.path}; put its tokenizer files there")
-    encoded = [encode_prompt(target.tokenizer, prompt.messages) for prompt in prompts]
+    encoded = encode_prompts(target.tokenizer, prompts, plan.thinking)
     timing: dict[int, dict[str, Any]] = {}
     if plan.compared_prompts:
         timing = measure_speed(

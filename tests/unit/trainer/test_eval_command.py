@@ -12,10 +12,12 @@ import pytest
 from tests.support.tiny_drafter import make_drafter, talkative_target
 from trainer.arguments import add_eval_arguments
 from trainer.checkpoint.export import export_drafter
+from trainer.data.prompts import Prompt
 from trainer.errors import CheckpointError, ConfigError, DataError, DependencyError
 from trainer.eval import plot
 from trainer.eval.command import evaluate, parse_block_sizes, run_eval, sampling_of
 from trainer.eval.markdown import render_markdown
+from trainer.eval.prompts import encode_prompts
 from trainer.eval.report import MeasuredBlock, MeasuredPrompt, build_report, render_table
 from trainer.eval.speculative import SpeculativeResult
 from trainer.eval.speed import Timed, _record
@@ -184,6 +186,31 @@ def _arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_eval_arguments(parser)
     return parser.parse_args(["--target-model=a", "--drafter=b", "--prompts=c", *words])
+
+
+class EchoTokenizer:
+    """Shows what the chat template was asked for."""
+
+    chat_template = "{{ enable_thinking }}"
+
+    def apply_chat_template(self, turns, **options):
+        return f"{turns[-1]['content']} thinking={options.get('enable_thinking', 'unset')}"
+
+    def __call__(self, text, **_options):
+        return {"input_ids": [text]}
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("template", "unset"), ("on", "True"), ("off", "False")])
+def test_thinking_is_what_was_asked_for_unless_a_prompt_says_otherwise(mode: str, expected: str) -> None:
+    prompts = [
+        Prompt("x", None, ({"role": "user", "content": "hello"},)),
+        Prompt("y", None, ({"role": "user", "content": "hello"},), thinking=False),
+    ]
+
+    first, second = encode_prompts(EchoTokenizer(), prompts, mode)
+
+    assert first[0].endswith(f"thinking={expected}")
+    assert second[0].endswith("thinking=False")
 
 
 @pytest.fixture
