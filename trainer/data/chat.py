@@ -83,6 +83,16 @@ class _SpokenTurn:
     is_respelled: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What one call of `encode` is asked for."""
+
+    tools: Sequence[Any] | None
+    thinking: bool | None
+    is_cut_off: bool
+    enough_tokens: int | None
+
+
 class ChatEncoder:
     """Encodes chats by one tokenizer.
 
@@ -107,6 +117,7 @@ class ChatEncoder:
         tools: Sequence[Any] | None = None,
         thinking: bool | None = None,
         is_cut_off: bool = False,
+        enough_tokens: int | None = None,
     ) -> EncodedChat:
         """Tokenize a chat and mark what its assistant said.
 
@@ -115,43 +126,54 @@ class ChatEncoder:
             tools: function schemas for the template.
             thinking: overrides the encoder's own.
             is_cut_off: the last assistant turn ended by a length limit: the end of turn is not its own.
+            enough_tokens: leave out what comes behind the first turn that starts there or later.
         """
-        if thinking is None:
-            thinking = self._thinking
+        settings = _Settings(
+            tools, self._thinking if thinking is None else thinking, is_cut_off, enough_tokens
+        )
         parsed = [_with_parsed_arguments(message) for message in messages]
         if parsed == list(messages):
-            return self._encode(messages, tools, thinking, is_cut_off)
+            return self._encode(messages, settings)
         # Some templates take arguments of tool calls as text and repeat it, others want objects.
         try:
-            chat = self._encode(messages, tools, thinking, is_cut_off)
+            chat = self._encode(messages, settings)
             if not chat.lost["tool_call_not_in_template"]:
                 return chat
         except (TemplateError, TypeError, ValueError):
             pass
-        chat = self._encode(parsed, tools, thinking, is_cut_off)
+        chat = self._encode(parsed, settings)
         chat.respelled += 1
         return chat
 
-    def _encode(
-        self, messages: Messages, tools: Sequence[Any] | None, thinking: bool | None, is_cut_off: bool
-    ) -> EncodedChat:
-        view = _Rendering(self._tokenizer, messages, tools, thinking, self._has_marks)
+    def _encode(self, messages: Messages, settings: _Settings) -> EncodedChat:
+        view = _Rendering(self._tokenizer, messages, settings.tools, settings.thinking, self._has_marks)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         chat = EncodedChat()
         for index in answers:
-            spoken = self._find_turn(view, index)
-            if isinstance(spoken, str):
-                chat.lost[spoken] += 1
+            keeps_stop = not (settings.is_cut_off and index == answers[-1])
+            outcome = self._encode_turn(view, index, keeps_stop=keeps_stop)
+            if isinstance(outcome, str):
+                chat.lost[outcome] += 1
                 continue
-            keeps_stop = not (is_cut_off and index == answers[-1])
-            tokens = self._tokenize_turn(spoken, spoken.stop if keeps_stop else "")
-            if isinstance(tokens, str):
-                chat.lost[tokens] += 1
-                continue
-            input_ids, start, is_exact = tokens
-            chat.respelled += spoken.is_respelled or not is_exact
+            input_ids, start, is_exact = outcome
+            chat.respelled += not is_exact
             _append_turn(chat.samples, input_ids, Turn(index, start, len(input_ids)))
+            if settings.enough_tokens is not None and start >= settings.enough_tokens:
+                # Each further turn would cost the whole chat again, and none of it would be kept.
+                break
         return chat
+
+    def _encode_turn(
+        self, view: _Rendering, index: int, *, keeps_stop: bool
+    ) -> tuple[list[int], int, bool] | str:
+        spoken = self._find_turn(view, index)
+        if isinstance(spoken, str):
+            return spoken
+        outcome = self._tokenize_turn(spoken, spoken.stop if keeps_stop else "")
+        if isinstance(outcome, str):
+            return outcome
+        input_ids, start, is_exact = outcome
+        return input_ids, start, is_exact and not spoken.is_respelled
 
     def join_completion(
         self,

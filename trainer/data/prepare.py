@@ -89,7 +89,7 @@ class ChatPreparer:
             encoded = EncodedChat([recorded]) if recorded else self._encode(row, chat, last)
         except RecursionError:
             return "too_deep"
-        except (TemplateError, ValueError, KeyError, TypeError, AttributeError):
+        except (TemplateError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
             return "template_error"
         if not encoded.samples:
             return next(iter(encoded.lost))
@@ -106,6 +106,7 @@ class ChatPreparer:
             tools=chat.tools,
             thinking=chat.thinking,
             is_cut_off=row.get("finish_reason") == "length",
+            enough_tokens=self._max_seq_len,
         )
 
     def _fit(
@@ -183,6 +184,11 @@ def run_prepare(args: argparse.Namespace) -> int:
     if not 0.0 <= args.held_out_ratio < 1.0:
         raise ConfigError(f"--held-out-ratio must be from 0 to below 1: {args.held_out_ratio}")
     tokenizer = get_tokenizer(args.target_model, needs_chat_template=True)
+    if args.thinking != "template" and "enable_thinking" not in str(tokenizer.chat_template):
+        raise ConfigError(
+            f"--thinking {args.thinking} has no effect: the target's chat template has no enable_thinking; "
+            "leave the flag out"
+        )
     encoder = ChatEncoder(
         tokenizer, stop_ids=stop_token_ids(args.target_model, tokenizer), thinking=_thinking(args)
     )

@@ -8,13 +8,16 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from tests.support.tiny import END_ID, tiny_target, tiny_tokenizer
 from trainer.arguments import add_prepare_arguments
-from trainer.data.chat import ChatSample, Turn, encode_prompt
+from trainer.data import prepare as prepare_module
+from trainer.data.chat import ChatEncoder, ChatSample, Turn, encode_prompt
 from trainer.data.corpus import Corpus
 from trainer.data.prepare import fit_sample, run_prepare
 from trainer.data.prepare_report import ALTER_REASONS, DROP_REASONS
+from trainer.data.pretrained import get_tokenizer
 from trainer.data.prompts import read_prompts
 from trainer.errors import ConfigError, DataError
 
@@ -123,6 +126,54 @@ def test_a_sample_is_cut_at_the_border_of_a_turn_and_else_inside_the_first(turns
         assert change in ("", "answer_cut") or len(fitted.input_ids) == fitted.turns[-1].end
 
 
+def test_hundreds_of_turns_behind_the_limit_are_not_even_rendered(model_dir, tmp_path, monkeypatch):
+    turns = [message for n in range(300) for message in chat(f"question {n}", "yes it is")["messages"]]
+    rendered = []
+    original = PreTrainedTokenizerFast.apply_chat_template
+    monkeypatch.setattr(
+        PreTrainedTokenizerFast,
+        "apply_chat_template",
+        lambda *args, **options: rendered.append(1) or original(*args, **options),
+    )
+
+    report = prepare(model_dir, tmp_path, [{"messages": turns}], "--max-seq-len", "200")
+
+    assert len(rendered) < 20
+    assert report["altered"]["later_turns_cut"]["count"] == 1
+    ids = pq.read_table(tmp_path / "out" / "train-00000.parquet")["input_ids"].to_pylist()[0]
+    assert len(ids) <= 200
+    assert tiny_tokenizer().decode(ids).endswith("yes it is<|im_end|>")
+
+
+@pytest.mark.parametrize("limit", range(20, 130, 3))
+def test_at_any_limit_the_last_supervised_answer_is_whole_or_the_row_says_otherwise(limit):
+    tokenizer = tiny_tokenizer()
+    messages = [*chat("one", "two three")["messages"], *chat("four", "five six")["messages"]]
+    (sample,) = ChatEncoder(tokenizer, stop_ids={END_ID}).encode(messages).samples
+
+    fitted, change = fit_sample(sample, limit)
+
+    if fitted is None:
+        assert change == "too_long"
+        return
+    assert len(fitted.input_ids) <= limit
+    assert fitted.input_ids == sample.input_ids[: len(fitted.input_ids)]
+    whole = tokenizer.decode(fitted.input_ids).endswith("<|im_end|>")
+    assert whole == (change != "answer_cut")
+    assert (change == "") == (limit >= len(sample.input_ids))
+
+
+def test_progress_is_told_with_rates_and_reasons(model_dir, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(prepare_module, "PROGRESS_SECONDS", 0.0)
+
+    with caplog.at_level("INFO"):
+        prepare(model_dir, tmp_path, [GOOD, "{oops"])
+
+    assert [
+        message for message in caplog.messages if "rows/s: 1 of 2 rows kept, dropped: bad_json 1" in message
+    ]
+
+
 def test_a_prompt_longer_than_the_limit_leaves_nothing_to_learn(model_dir, tmp_path):
     report = prepare(model_dir, tmp_path, [GOOD, chat("x" * 80, "never seen")], "--max-seq-len", "60")
 
@@ -215,6 +266,61 @@ def test_added_rows_leave_the_others_on_their_side_and_no_question_is_on_both(mo
     numbers = {identity[1:] for identity in held("a")}
     assert 0 < len(numbers) < 40
     assert held("b") == {kind + number for kind in "rls" for number in numbers}
+
+
+@pytest.fixture
+def switch_dir(tmp_path):
+    """A target whose template has the thinking switch and repeats the tools."""
+    folder = tiny_target(tmp_path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{{ (tools or []) | length }}{{ 'on' if enable_thinking | default(true) else 'off' }}\n"
+        + tokenizer.chat_template
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "row", "start"),
+    [
+        ((), {}, "0on"),
+        (("--thinking", "off"), {}, "0off"),
+        (("--thinking", "on"), {"thinking": False}, "0off"),
+        (("--thinking", "off"), {"thinking": True}, "0on"),
+        ((), {"tools": [{"type": "function", "function": {"name": "look"}}]}, "1on"),
+    ],
+)
+def test_the_thinking_switch_of_row_and_flag_and_the_tools_reach_the_template(
+    switch_dir, tmp_path, flags, row, start
+):
+    prepare(switch_dir, tmp_path, [{**GOOD, **row}], *flags)
+
+    ids = pq.read_table(tmp_path / "out" / "train-00000.parquet")["input_ids"].to_pylist()[0]
+    assert tiny_tokenizer().decode(ids).startswith(start + "\n<|im_start|>user")
+
+
+def test_held_out_prompts_keep_tools_and_switch_and_stand_once_for_each_chat(switch_dir, tmp_path):
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    rows = [chat(f"question {n}", "yes it is", tools=tools, thinking=False, id=f"r{n}") for n in range(30)]
+
+    prepare(switch_dir, tmp_path, rows, "--held-out-ratio", "0.3")
+
+    prompts = read_prompts(tmp_path / "out" / "held_out" / "prompts.jsonl").prompts
+    table = pq.read_table(tmp_path / "out" / "held_out" / "held_out-00000.parquet")
+    assert [prompt.id for prompt in prompts] == table["id"].to_pylist()
+    tokenizer = get_tokenizer(switch_dir)
+    for prompt, ids, mask in zip(
+        prompts, table["input_ids"].to_pylist(), table["loss_mask"].to_pylist(), strict=True
+    ):
+        assert (list(prompt.tools), prompt.thinking) == (tools, False)
+        encoded = encode_prompt(tokenizer, prompt.messages, tools=prompt.tools, thinking=prompt.thinking)
+        assert encoded == ids[: mask.index(1)]
+
+
+def test_a_thinking_switch_that_the_template_does_not_have_is_refused(model_dir, tmp_path):
+    with pytest.raises(ConfigError, match=r"--thinking off has no effect: .*no enable_thinking"):
+        prepare(model_dir, tmp_path, [GOOD], "--thinking", "off")
 
 
 def test_held_out_rows_stand_apart_and_do_not_depend_on_the_answers(model_dir, tmp_path):
