@@ -10,8 +10,6 @@ a sample of its own. Pure apart from the tokenizer; must not read files.
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +17,14 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-Messages = Sequence[Mapping[str, Any]]
+from trainer.data.rendering import (
+    Messages,
+    Rendering,
+    find_border,
+    has_generation_marks,
+    tokenize,
+    with_parsed_arguments,
+)
 
 TURN_REASONS = {
     "empty_turn": "the assistant said nothing",
@@ -33,8 +38,6 @@ TURN_REASONS = {
     "unknown_token": "the tokenizer has no token for a part of the answer",
 }
 """Why an assistant turn is not supervised, and what that means."""
-
-_GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ class ChatEncoder:
         settings = _Settings(
             tools, self._thinking if thinking is None else thinking, is_cut_off, enough_tokens
         )
-        parsed = [_with_parsed_arguments(message) for message in messages]
+        parsed = [with_parsed_arguments(message) for message in messages]
         if parsed == list(messages):
             return self._encode(messages, settings)
         # Some templates take arguments of tool calls as text and repeat it, others want objects.
@@ -146,7 +149,7 @@ class ChatEncoder:
         return chat
 
     def _encode(self, messages: Messages, settings: _Settings) -> EncodedChat:
-        view = _Rendering(self._tokenizer, messages, settings.tools, settings.thinking, self._has_marks)
+        view = Rendering(self._tokenizer, messages, settings.tools, settings.thinking, self._has_marks)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         chat = EncodedChat()
         for index in answers:
@@ -164,7 +167,7 @@ class ChatEncoder:
         return chat
 
     def _encode_turn(
-        self, view: _Rendering, index: int, *, keeps_stop: bool
+        self, view: Rendering, index: int, *, keeps_stop: bool
     ) -> tuple[list[int], int, bool] | str:
         spoken = self._find_turn(view, index)
         if isinstance(spoken, str):
@@ -209,7 +212,7 @@ class ChatEncoder:
         turn = Turn(len(messages) - 1, len(prompt), len(prompt) + len(completion_ids))
         return ChatSample(prompt + completion_ids, (turn,))
 
-    def _find_turn(self, view: _Rendering, index: int) -> _SpokenTurn | str:
+    def _find_turn(self, view: Rendering, index: int) -> _SpokenTurn | str:
         """Text of one assistant turn as the target reads and says it, or a key of `TURN_REASONS`."""
         message = view.messages[index]
         texts = (message["content"], message.get("reasoning_content", ""))
@@ -219,7 +222,7 @@ class ChatEncoder:
             return "stop_inside"
         prompt = view.prompt(index)
         whole, marks = view.through(index)
-        before = _border(prompt, whole, marks if self._has_marks else None)
+        before = find_border(prompt, whole, marks if self._has_marks else None)
         if before is None:
             return self._say_verbatim(prompt, whole, message)
         if self._has_marks and not any(end > len(before) for _, end in marks):
@@ -255,13 +258,13 @@ class ChatEncoder:
 
     def _tokenize_turn(self, spoken: _SpokenTurn, stop: str) -> tuple[list[int], int, bool] | str:
         """Token ids, where the turn starts in them, and whether they spell it byte by byte."""
-        prompt_ids = _tokenize(self._tokenizer, spoken.before)
+        prompt_ids = tokenize(self._tokenizer, spoken.before)
         whole = spoken.before + spoken.said + stop
-        input_ids = _tokenize(self._tokenizer, whole)
+        input_ids = tokenize(self._tokenizer, whole)
         start = len(prompt_ids)
         if input_ids[:start] != prompt_ids:
             # A token lies across the border. The target reads the prompt's own tokens, then chooses anew.
-            apart = prompt_ids + _tokenize(self._tokenizer, spoken.said + stop)
+            apart = prompt_ids + tokenize(self._tokenizer, spoken.said + stop)
             if self._tokenizer.decode(apart) != self._tokenizer.decode(input_ids):
                 return "token_border"
             input_ids = apart
@@ -291,81 +294,7 @@ def encode_prompt(
         tools: function schemas for the template.
         thinking: handed to the template as `enable_thinking`; None leaves the choice to the template.
     """
-    return _tokenize(tokenizer, _Rendering(tokenizer, messages, tools, thinking, False).prompt(len(messages)))
-
-
-def has_generation_marks(tokenizer: Any) -> bool:
-    """Whether the chat template itself marks what the assistant generates."""
-    template = tokenizer.chat_template
-    return (
-        isinstance(template, str)
-        # Without offsets of tokens the marks cannot be placed; turns are then found without them.
-        and tokenizer.is_fast
-        and _GENERATION_MARK.search(template) is not None
-    )
-
-
-class _Rendering:
-    """Renders beginnings of one chat as text."""
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        messages: Messages,
-        tools: Sequence[Any] | None,
-        thinking: bool | None,
-        has_marks: bool,
-    ) -> None:
-        self.messages = messages
-        self._tokenizer = tokenizer
-        self._has_marks = has_marks
-        self._options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
-        if tools:
-            self._options["tools"] = list(tools)
-
-    def prompt(self, index: int) -> str:
-        """What the target reads before it says message `index`."""
-        turns = [dict(message) for message in self.messages[:index]]
-        return str(
-            self._tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=True, **self._options
-            )
-        )
-
-    def through(self, index: int) -> tuple[str, list[tuple[int, int]]]:
-        """The chat up to and with message `index`, and the character spans that the template marks."""
-        turns = [dict(message) for message in self.messages[: index + 1]]
-        if not self._has_marks:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    turns, tokenize=False, add_generation_prompt=False, **self._options
-                )
-            ), []
-        encoded = self._tokenizer.apply_chat_template(
-            turns,
-            add_generation_prompt=False,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"return_offsets_mapping": True},
-            **self._options,
-        )
-        text = str(
-            self._tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=False, **self._options
-            )
-        )
-        return text, _spans(encoded["assistant_masks"], encoded["offset_mapping"])
-
-
-def _border(prompt: str, whole: str, marks: list[tuple[int, int]] | None) -> str | None:
-    """The part of `whole` that the target reads; None when the prompt of inference does not return in it."""
-    begins = whole.startswith(prompt)
-    if marks:
-        start = next((start for start, end in marks if end > len(prompt)), marks[-1][0])
-        # Between the generation prompt and the mark: blanks are said by the model, text is not.
-        if not begins or whole[len(prompt) : start].strip():
-            return whole[:start]
-    return prompt if begins else None
+    return tokenize(tokenizer, Rendering(tokenizer, messages, tools, thinking, False).prompt(len(messages)))
 
 
 def _say_plain(before: str, said: str, stop: str, content: str) -> _SpokenTurn | str:
@@ -401,22 +330,6 @@ def _structure_fault(said: str, message: Mapping[str, Any]) -> str:
     return ""
 
 
-def _with_parsed_arguments(turn: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with arguments of its tool calls as objects, where all of them are JSON."""
-    if not turn.get("tool_calls"):
-        return turn
-    calls = []
-    for call in turn["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError:
-                return turn
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return {**turn, "tool_calls": calls}
-
-
 def _append_turn(samples: list[ChatSample], input_ids: list[int], turn: Turn) -> None:
     """Lengthen the last sample where its tokens come back unchanged, else begin a sample."""
     if samples:
@@ -431,7 +344,7 @@ def _spells_turn(text: str, message: Mapping[str, Any]) -> bool:
     """Whether generated text is this message, whose thinking and tool calls a server has taken apart."""
     if "reasoning_content" not in message and not message.get("tool_calls"):
         return False
-    if _structure_fault(text, _with_parsed_arguments(dict(message))):
+    if _structure_fault(text, with_parsed_arguments(dict(message))):
         return False
     return bool(message.get("tool_calls")) or _squeeze(text).endswith(_squeeze(message["content"]))
 
@@ -444,19 +357,6 @@ def _are_ids(value: Any) -> bool:
             isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in value
         )
     )
-
-
-def _spans(mask: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Character spans of neighbouring marked tokens."""
-    spans: list[tuple[int, int]] = []
-    was_marked = False
-    for is_marked, (start, end) in zip(mask, offsets, strict=True):
-        if is_marked and was_marked:
-            spans[-1] = (spans[-1][0], end)
-        elif is_marked:
-            spans.append((start, end))
-        was_marked = bool(is_marked)
-    return spans
 
 
 def _squeeze(text: str) -> str:
@@ -473,8 +373,3 @@ def _front(text: str, visible: int) -> str:
         if count > visible:
             return text[:place]
     return text
-
-
-def _tokenize(tokenizer: Any, text: str) -> list[int]:
-    # The template writes the special tokens itself; adding them again would double the first one.
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

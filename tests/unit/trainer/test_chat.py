@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.chat_templates import FAMILIES, chat_tokenizer, stop_of
 from tests.support.tiny import END_ID, tiny_tokenizer
-from trainer.data.chat import ChatEncoder, encode_prompt, has_generation_marks
+from trainer.data.chat import ChatEncoder, encode_prompt
 from trainer.data.conversations import parse_messages
+from trainer.data.rendering import has_generation_marks
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
