@@ -41,6 +41,16 @@ class Objective:
             dpace_alpha=loss.dpace_alpha,
         )
 
+    def describe(self, *, decay_gamma: float) -> str:
+        """Say in one line what is minimised, for the log."""
+        share = self.soft_label_share
+        losses = {0.0: "cross-entropy", 1.0: "KL against the target"}
+        loss = losses.get(share, f"{share:g} KL against the target + {1 - share:g} cross-entropy")
+        is_dpace = self.weighting == DPACE
+        return (
+            f"{loss}, {f'D-PACE with alpha {self.dpace_alpha:g}' if is_dpace else f'decay {decay_gamma:g}'}"
+        )
+
 
 @torch.no_grad()
 def dpace_weights(cross_entropy_AK: Tensor, mask_AK: Tensor, *, alpha: float) -> Tensor:
