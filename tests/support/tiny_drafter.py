@@ -39,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Families of targets beside the Llama of `tiny_target`: plain, sliding and scaled, hybrid."""
 
 
-def family_pair(folder: Path, family: str) -> tuple[Any, Drafter]:
+def family_pair(folder: Path, family: str, *, attention: str = "sdpa") -> tuple[Any, Drafter]:
     """A tiny random target of another family, loaded in fp32, and an untrained drafter that fits it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -62,7 +62,7 @@ def family_pair(folder: Path, family: str) -> tuple[Any, Drafter]:
         torch.manual_seed(0)
         config = AutoConfig.for_model(family, **fields, **FAMILIES[family])
         AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    target = load_target(directory, device="cpu", dtype=torch.float32, mask_token_id=MASK_ID)
+    target = load_target(directory, device="cpu", dtype=torch.float32, attn=attention, mask_token_id=MASK_ID)
     ends = {"embed_scale": target.info.embed_scale, "logit_softcap": target.info.logit_softcap}
     return target, make_drafter(seed=1, **ends)
 

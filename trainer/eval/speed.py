@@ -30,8 +30,8 @@ class Divergence:
     prompt: int
     position: int
     """new tokens before it"""
-    logit_gap: float
-    """how much the target, asked once more, prefers the one token to the other"""
+    logit_gap: float | None
+    """how much the target, asked once more, prefers the one token; None where one output ended"""
     is_tie: bool
     """the gap is within the rounding of the weights' dtype"""
 
@@ -121,7 +121,9 @@ def measure_speed(
                 timed[size].add(turn, prompt, decode(size, prompt, plan.max_new_tokens))
             on_prompt(turn * len(plan.prompts) + place + 1, plan.rounds * len(plan.prompts))
     return {
-        size: _record(timed[PLAIN], timed[size], _divergences(target, encoded, timed[PLAIN], timed[size]))
+        size: speed_record(
+            timed[PLAIN], timed[size], find_divergences(target, encoded, timed[PLAIN], timed[size])
+        )
         for size in sizes
     }
 
@@ -131,7 +133,8 @@ def _turned(sizes: list[int], by: int) -> list[int]:
     return sizes[start:] + sizes[:start]
 
 
-def _record(plain: Timed, fast: Timed, divergences: Sequence[Divergence]) -> dict[str, Any]:
+def speed_record(plain: Timed, fast: Timed, divergences: Sequence[Divergence]) -> dict[str, Any]:
+    """Sum up one block size against plain decoding."""
     slow_s, fast_s = plain.seconds_per_token(), fast.seconds_per_token()
     pairs = [(plain.seconds_per_token(n), fast.seconds_per_token(n)) for n in range(len(plain.decode_s))]
     return {
@@ -157,9 +160,10 @@ def _record(plain: Timed, fast: Timed, divergences: Sequence[Divergence]) -> dic
     }
 
 
-def _divergences(
+def find_divergences(
     target: Target, encoded: Sequence[Sequence[int]], plain: Timed, fast: Timed
 ) -> list[Divergence]:
+    """Find the outputs that are not the target's own, and how near each parting was."""
     found = []
     for prompt, own in plain.outputs.items():
         other = fast.outputs[prompt]
@@ -177,7 +181,7 @@ def _first_difference(
         min(len(own), len(other)),
     )
     if shared == min(len(own), len(other)):
-        return Divergence(prompt=prompt, position=shared, logit_gap=float("nan"), is_tie=False)
+        return Divergence(prompt=prompt, position=shared, logit_gap=None, is_tie=False)
     ids_1T = torch.tensor([[*prompt_ids, *own[:shared]]], dtype=torch.int64, device=target.device)
     logits_V = target.step(ids_1T, target.new_cache(), ())[0][-1].float()
     one, two = logits_V[own[shared]].item(), logits_V[other[shared]].item()

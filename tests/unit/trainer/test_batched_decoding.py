@@ -126,6 +126,18 @@ def test_what_a_prompt_samples_does_not_depend_on_its_neighbours(target, scheme:
     assert len({tuple(result.token_ids) for result in together}) == len(PROMPTS)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_other_attention_and_another_family_decode_together_too(tmp_path, attention: str) -> None:
+    target, drafter = family_pair(tmp_path, "qwen3", attention=attention)
+    own = [_alone(target, None, index).token_ids for index in range(3)]
+
+    results = decode_prompts(
+        target, drafter, PROMPTS[:3], max_new_tokens=NEW_TOKENS, eos_ids=(), batch_size=3
+    )
+
+    assert [result.token_ids for result in results] == own
+
+
 def test_a_target_that_cannot_be_cut_back_is_decoded_one_by_one(tmp_path) -> None:
     target, drafter = family_pair(tmp_path, "gemma3_text")
     own = [_alone(target, None, index).token_ids for index in range(2)]

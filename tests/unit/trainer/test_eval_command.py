@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.tiny_drafter import make_drafter, talkative_target
 from trainer.arguments import add_eval_arguments
@@ -19,9 +20,10 @@ from trainer.eval.command import evaluate, parse_block_sizes, run_eval, sampling
 from trainer.eval.markdown import render_markdown
 from trainer.eval.prompts import encode_prompts
 from trainer.eval.report import MeasuredBlock, MeasuredPrompt, build_report, render_table
-from trainer.eval.speculative import SpeculativeResult
-from trainer.eval.speed import Timed, _record
+from trainer.eval.speculative import SpeculativeResult, speculative_generate
+from trainer.eval.speed import Timed, find_divergences, speed_record
 from trainer.eval.statistics import Counted, by_context_length, interval_of_mean
+from trainer.target.loader import load_target
 
 
 def _measured(name: str, counts: list[int], *, domain: str | None = "a", tokens: int = 10) -> MeasuredPrompt:
@@ -124,7 +126,7 @@ def test_speedup_is_the_ratio_over_all_rounds() -> None:
         plain.add(turn, 0, ones)
         fast.add(turn, 0, fours)
 
-    record = _record(plain, fast, [])
+    record = speed_record(plain, fast, [])
 
     assert record["plain_ms_per_token"] == 2000.0
     assert record["speculative_ms_per_token"] == 500.0
@@ -132,6 +134,26 @@ def test_speedup_is_the_ratio_over_all_rounds() -> None:
     assert record["speedup_per_round"] == [4.0, 4.0]
     assert record["draft_time_ratio"] == 0.25
     assert (record["compared_prompts"], record["identical_outputs"]) == (1, 1)
+
+
+def test_outputs_that_part_are_told_with_the_targets_own_preference(tmp_path) -> None:
+    target = load_target(talkative_target(tmp_path), device="cpu", dtype=torch.float32)
+    prompts = [[5, 6, 7], [8, 9], [10, 11, 12]]
+    own = [speculative_generate(target, None, ids, max_new_tokens=6, eos_ids=()).token_ids for ids in prompts]
+    logits, _ = target.step(torch.tensor([[*prompts[0], *own[0][:3]]]), target.new_cache(), ())
+    other = (own[0][3] + 1) % 90
+    with torch.no_grad():  # a token that the head cannot tell from the target's choice
+        target.head_weight_VD[91] = target.head_weight_VD[own[1][2]]
+    plain, fast = Timed(outputs=dict(enumerate(own))), Timed()
+    fast.outputs = {0: [*own[0][:3], other, 1, 1], 1: [*own[1][:2], 91, 1, 1, 1], 2: list(own[2])}
+
+    parted, tied = find_divergences(target, prompts, plain, fast)
+
+    assert (parted.prompt, parted.position, parted.is_tie) == (0, 3, False)
+    assert parted.logit_gap == pytest.approx(float(logits[-1].max() - logits[-1][other]), abs=1e-4)
+    assert (tied.prompt, tied.position, tied.is_tie) == (1, 2, True)
+    record = speed_record(plain, fast, [parted, tied])
+    assert (record["identical_outputs"], record["diverged_outputs"], record["diverged_at_a_tie"]) == (1, 2, 1)
 
 
 def test_nothing_measured_is_unknown_not_zero() -> None:
