@@ -26,6 +26,7 @@ from trainer.data.prompts import read_prompts
 from trainer.data.sampler import PackSampler
 from trainer.drafter.loss import FrozenEnds
 from trainer.drafter.model import Drafter, build_drafter
+from trainer.drafter.objective import Objective
 from trainer.drafter.shape import drafter_config, imported_config
 from trainer.drafter.worker import DrafterWorker, StepHooks, StepPlan
 from trainer.errors import ConfigError
@@ -135,6 +136,8 @@ def load_parts(
     enter("drafter")
     places = config.devices.drafters()
     replicas = tuple(_build_replica(config, targets[0], place, imported) for place in places)
+    objective = Objective.from_config(config.loss).describe(decay_gamma=config.loss.decay_gamma)
+    _LOG.info("objective: %s", objective)
     enter("target: batch against single sequences")
     check = check_batching(targets[0], corpus, replicas[0].drafter.config.target_layer_ids)
     _LOG.info("target: a batch differs from single sequences by %.1e of the states' size", check.worst[1])

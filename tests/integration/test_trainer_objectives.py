@@ -65,11 +65,13 @@ def test_run_learns_with_every_objective(tiny, tmp_path, changes):
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
-def test_soft_labels_ship_the_last_hidden_state_and_count_its_bytes(tiny, tmp_path, packs):
+def test_soft_labels_ship_the_last_hidden_state_and_count_its_bytes(tiny, tmp_path, packs, caplog):
+    caplog.set_level("INFO")
     words = settings_for(*tiny, tmp_path / "out")
 
     assert Trainer(resolve({"--use-soft-labels": True}, overrides=words, environ={})).train() == 0
 
+    assert "objective: KL against the target, decay 7" in caplog.text
     assert packs
     for pack in packs:
         tokens, layers, width = pack.features_TLD.shape

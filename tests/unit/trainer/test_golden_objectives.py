@@ -158,6 +158,16 @@ def test_golden_22_no_soft_labels_is_cross_entropy_bit_for_bit() -> None:
         assert torch.equal(mine.grad, theirs.grad)
 
 
+def test_objective_says_in_the_log_what_it_minimises() -> None:
+    texts = [OBJECTIVES[name].describe(decay_gamma=7.0) for name in ("ce", "mixed", "kl-dpace")]
+
+    assert texts == [
+        "cross-entropy, decay 7",
+        "0.3 KL against the target + 0.7 cross-entropy, decay 7",
+        "KL against the target, D-PACE with alpha 0.2",
+    ]
+
+
 def test_golden_22_soft_labels_without_last_hidden_states_are_refused() -> None:
     tokens = make_tokens((15,))
 
