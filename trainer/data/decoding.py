@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 FILL_TOKENS = 16_384
 """Most padded prompt tokens in one forward; bounds its activations."""
+FEWEST_ROWS = 64
+"""On CUDA a step with fewer rows takes no less time."""
 REPORT_S = 10.0
 """Between two progress lines."""
 
@@ -54,9 +56,10 @@ class Completion:
 
 @dataclass(slots=True)
 class DecodingStats:
-    """What a run did; `slot_steps` counts every slot in view of every step, useful or not."""
+    """What a run did; `tokens` are those of finished prompts, `slot_steps` all rows of all steps."""
 
     tokens: int = 0
+    unfinished_tokens: int = 0
     steps: int = 0
     slot_steps: int = 0
     wall_s: float = 0.0
@@ -64,12 +67,12 @@ class DecodingStats:
     @property
     def tokens_per_s(self) -> float:
         """Completion tokens per second, filling included."""
-        return self.tokens / max(self.wall_s, 1e-9)
+        return (self.tokens + self.unfinished_tokens) / max(self.wall_s, 1e-9)
 
     @property
     def slots_in_use_ratio(self) -> float:
         """Share of computed rows whose token was wanted."""
-        return self.tokens / max(self.slot_steps, 1)
+        return (self.tokens + self.unfinished_tokens) / max(self.slot_steps, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +245,7 @@ class SlotDecoder:
             uniform_MO = torch.zeros(len(chosen), self.max_new_tokens + 1)
             for row, (_, request) in enumerate(chosen):
                 uniform_MO[row, : len(request.uniforms)] = torch.as_tensor(request.uniforms)
-            state.uniform_NO.index_copy_(0, slots_M, uniform_MO.to(self._device))
+            state.uniform_NO.index_copy_(0, slots_M, self._copy(uniform_MO))
 
     def _fill(self, batch: Sequence[tuple[int, Request]]) -> None:
         """Put the prompts but for their last tokens into the cache, padded on the right.
@@ -256,7 +259,7 @@ class SlotDecoder:
             ids_MP[row, : len(request.input_ids) - 1] = torch.tensor(request.input_ids[:-1])
         self._cache.fill(self._to_device([slot for slot, _ in batch]))
         self.model(
-            input_ids=ids_MP.to(self._device),
+            input_ids=self._copy(ids_MP),
             attention_mask=prompt_masks(length, window=self._window, device=self._device),
             position_ids=torch.arange(length, device=self._device)[None],
             logits_to_keep=1,
@@ -265,7 +268,11 @@ class SlotDecoder:
         )
 
     def _to_device(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self._device)
+        return self._copy(torch.tensor(values, dtype=torch.int64))
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """To the device without waiting for what is queued there."""
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._on_cuda else tensor
 
     # --- stepping ----------------------------------------------------------------------------------------
 
@@ -320,7 +327,9 @@ class SlotDecoder:
         # host sync: which rows have stopped; the only one while none has.
         view = torch.stack((self._state.alive_N[: self._rows].long(), self._state.said_N[: self._rows]))
         alive, said = view.tolist()
-        ended = [slot for slot, seat in enumerate(self._seats[: self._rows]) if seat and not alive[slot]]
+        seated = [slot for slot, seat in enumerate(self._seats[: self._rows]) if seat is not None]
+        ended = [slot for slot in seated if not alive[slot]]
+        self.stats.unfinished_tokens = sum(said[slot] for slot in seated if alive[slot])
         if not ended:
             return []
         # host sync: their tokens.
@@ -339,10 +348,11 @@ class SlotDecoder:
         """With nothing left to seat, put the living rows first and stop computing the others."""
         seated = [slot for slot, seat in enumerate(self._seats) if seat is not None]
         rows = self._rows
-        while rows >= 2 * max(len(seated), 1) and rows % 2 == 0:
-            rows //= 2
+        # Each number of rows costs a capture: a few steps down. Without graphs any number will do.
+        while self._on_cuda and rows >= 4 * len(seated) and rows >= 4 * FEWEST_ROWS:
+            rows //= 4
         if not self._on_cuda:
-            rows = len(seated)  # without graphs any number of rows will do
+            rows = len(seated)
         if rows >= self._rows or not seated:
             return
         spare = [slot for slot in range(self._rows) if self._seats[slot] is None]

@@ -10,6 +10,7 @@ import shutil
 import pytest
 import torch
 
+from benchmarks import generation
 from tests.support.tiny import END_ID, TEMPLATE, VOCAB, tiny_target
 from trainer.arguments import add_generate_arguments, add_prepare_arguments
 from trainer.data import target_decoding
@@ -246,3 +247,16 @@ def test_output_that_is_no_file_is_one_clear_error(model_dir, tmp_path):
 
     with pytest.raises(ConfigError, match=r"--output cannot be written.*Is a directory"):
         run_generate(parser.parse_args(words))
+
+
+def test_the_benchmark_compares_both_ways(model_dir, tmp_path, capsys):
+    write_prompts(tmp_path)
+    files = ["--target-model", str(model_dir), "--prompts", str(tmp_path / "prompts.jsonl")]
+
+    generation.main([*files, "--count", "9", "--max-new-tokens", "5", "--batch-size", "4"])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("9 prompts of ")
+    assert lines[1].startswith("plain batches of 4: ")
+    assert lines[2].startswith("4 slots: ")
+    assert lines[3].endswith("same tokens 100.0 %")
