@@ -115,7 +115,9 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="B[,B...]",
         help="positions per block, several to compare them (default: the drafter's own)",
     )
-    add("--max-prompts", type=int, metavar="N", help="use only the first N prompts (default: all)")
+    add(
+        "--max-prompts", type=int, metavar="N", help="use N prompts, in turn from every domain (default: all)"
+    )
     add("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
     add("--batch-size", type=int, metavar="N", help="prompts at once (default: 1 on the CPU, 32 on a GPU)")
     add("--temperature", type=float, default=0.0, metavar="T", help="sample at T (default 0: greedy)")

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from trainer.arguments import DEFAULT_MAX_NEW_TOKENS
-from trainer.data.prompts import read_prompts
+from trainer.data.prompts import Prompt, read_prompts
 from trainer.drafter.exported import load_drafter
 from trainer.drafter.model import Drafter
 from trainer.errors import EXIT_FINISHED, ConfigError
 from trainer.eval.markdown import render_markdown
-from trainer.eval.measure import MeasurePlan, measure
+from trainer.eval.measure import MeasurePlan, measure, spread
 from trainer.eval.plot import draw_report, require_matplotlib
 from trainer.eval.report import build_report, render_table
 from trainer.eval.verify import Sampling
@@ -90,7 +90,7 @@ def evaluate(
         max_new_tokens: length limit per prompt.
         block_sizes: positions per block; empty takes the drafter's own.
         device: `cpu`, `cuda` or `cuda:N`.
-        max_prompts: prompts used, from the top of the file; None for all.
+        max_prompts: prompts used, in turn from every domain; None for all.
         batch_size: prompts decoded at once; None for 1 on the CPU, `GPU_BATCH_SIZE` on a GPU.
         sampling: None is greedy.
         with_speed: also compare with plain decoding, greedy, one prompt at a time.
@@ -130,7 +130,7 @@ def evaluate(
         speed_tokens=min(max_new_tokens, SPEED_TOKENS),
         thinking=thinking,
     )
-    blocks = measure(target, model, prompt_file.prompts[:max_prompts], plan)
+    blocks = measure(target, model, _choose(prompt_file.prompts, max_prompts), plan)
     setting = {
         "target_model": str(target_model),
         "drafter": str(drafter),
@@ -188,6 +188,11 @@ def sampling_of(args: argparse.Namespace) -> Sampling | None:
             raise ConfigError(f"{flag} needs --temperature above 0: without one decoding is greedy")
         return None
     return Sampling(temperature=args.temperature, **chosen)
+
+
+def _choose(prompts: Sequence[Prompt], count: int | None) -> Sequence[Prompt]:
+    """Take some prompts so that every domain keeps its share; file order stays."""
+    return prompts if count is None else [prompts[index] for index in sorted(spread(prompts, count))]
 
 
 def _check_numbers(**values: int | None) -> None:

@@ -119,7 +119,7 @@ def _finish_domains(axes: Any, domains: Sequence[str]) -> None:
     axes.set_yticks(range(len(domains)), [_short(name) for name in domains])
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    axes.set_xlim(1.0, max(axes.get_xlim()[1], 1.2))
+    axes.set_xlim(1.0, max(axes.get_xlim()[1], 2.0))
     _tidy(axes, "x")
 
 

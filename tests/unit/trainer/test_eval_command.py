@@ -295,6 +295,10 @@ def test_eval_samples_without_speed_and_repeats_itself(inputs) -> None:
     first, second = evaluate(**settings), evaluate(**settings, batch_size=4)
 
     assert first["prompts"] == 4
+    assert {name: group["prompts"] for name, group in first["block_sizes"][0]["domains"].items()} == {
+        "code": 2,
+        "lists": 2,
+    }
     assert first["figure"].endswith("sampled")
     assert first["setting"]["sampling"]["scheme"] == "rejection"
     assert first["block_sizes"][0]["speed"] is None
