@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainer.errors import ConfigError, DataError
 from trainer.pipeline.messages import BatchPlanItem
@@ -68,14 +69,15 @@ def build_epoch_plan(
     _check_arguments(token_budget, max_batch_size, edges)
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
     batches: list[tuple[int, tuple[int, ...]]] = []
-    for bucket, members in enumerate(_members_by_bucket(lengths, edges)):
-        if not members:
+    tokens = np.asarray(lengths, dtype=np.int64)
+    for bucket, members in enumerate(_members_by_bucket(tokens, edges)):
+        if not members.size:
             continue
-        longest = max(lengths[sample] for sample in members)
+        longest = int(tokens[members].max())
         if longest > token_budget:
             raise ConfigError(f"token_budget is below the longest sample ({longest} tokens): {token_budget}")
         size = min(max_batch_size, token_budget // longest)
-        shuffled = rng.permutation(np.asarray(members)).tolist()
+        shuffled = rng.permutation(members).tolist()
         batches += [
             (bucket, tuple(shuffled[start : start + size])) for start in range(0, len(shuffled), size)
         ]
@@ -86,11 +88,12 @@ def build_epoch_plan(
     ]
 
 
-def _members_by_bucket(lengths: Sequence[int], edges: Sequence[int]) -> list[list[int]]:
-    members: list[list[int]] = [[] for _ in edges]
-    for sample, length in enumerate(lengths):
-        members[bucket_of(int(length), edges)].append(sample)
-    return members
+def _members_by_bucket(lengths: NDArray[np.int64], edges: Sequence[int]) -> list[NDArray[np.int64]]:
+    outside = lengths[(lengths < 1) | (lengths > edges[-1])]
+    if outside.size:
+        raise DataError(f"sample length is outside the buckets (1..{edges[-1]}): {outside[0]}")
+    buckets = np.searchsorted(np.asarray(edges), lengths, side="left")
+    return [np.flatnonzero(buckets == bucket) for bucket in range(len(edges))]
 
 
 def _check_arguments(token_budget: int, max_batch_size: int, edges: Sequence[int]) -> None:

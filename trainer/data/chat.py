@@ -236,16 +236,19 @@ class ChatEncoder:
 
     def _say_verbatim(self, prompt: str, whole: str, message: Mapping[str, Any]) -> _SpokenTurn | str:
         """The template writes this turn's opening in another way than its generation prompt does."""
-        if "reasoning_content" in message or message.get("tool_calls"):
+        content, thought = message["content"], message.get("reasoning_content")
+        opens_thinking = prompt.rstrip().endswith("<think>")
+        if message.get("tool_calls"):
             return "not_in_template"
-        content = message["content"]
-        if prompt.rstrip().endswith("<think>") and "</think>" not in content:
+        if thought is not None and not opens_thinking:
+            return "reasoning_not_in_template"
+        if opens_thinking and thought is None and "</think>" not in content:
             return "open_thinking"
         said, stop = self._split_stop(whole, from_end=True)
         tail = _squeeze(content.rpartition("</think>")[2])
         if not stop or not tail or not _squeeze(said).endswith(tail):
             return "not_in_template"
-        return _SpokenTurn(prompt, content, stop, is_respelled=True)
+        return _SpokenTurn(prompt, _join_thought(thought, content), stop, is_respelled=True)
 
     def _split_stop(self, text: str, *, from_end: bool = False) -> tuple[str, str]:
         """Split at the first token that ends a turn (`from_end`: the last); without one, all is text."""
@@ -312,6 +315,15 @@ def _say_plain(before: str, said: str, stop: str, content: str) -> _SpokenTurn |
         front = _front(said, len(rendered) - len(wanted))
         return _SpokenTurn(before + front, content, stop, is_respelled=True)
     return "not_in_template"
+
+
+def _join_thought(thought: str | None, content: str) -> str:
+    """What was said behind a generation prompt that opens the thinking block."""
+    if thought is None:
+        return content
+    # Servers that take the two apart may keep the line breaks between them, or strip those that are usual.
+    has_breaks = thought.endswith("\n") or content.startswith("\n")
+    return f"{thought}</think>{content}" if has_breaks else f"{thought}\n</think>\n\n{content}"
 
 
 def _structure_fault(said: str, message: Mapping[str, Any]) -> str:

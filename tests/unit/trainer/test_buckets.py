@@ -48,6 +48,19 @@ def test_every_epoch_has_the_same_number_of_packs(lengths, seed, epoch):
     assert len(plan(lengths, seed=seed, epoch=epoch)) == len(plan(lengths, seed=0, epoch=0))
 
 
+def test_a_plan_of_an_earlier_release_comes_back():
+    items = plan([3, 60, 5, 17, 3, 64, 8, 60], seed=7, epoch=2)
+
+    # Written by the first release: a run that resumes under a newer one must find its packs again.
+    assert [(item.bucket, item.sample_ids) for item in items] == [
+        (1, (2, 6)),
+        (0, (4, 0)),
+        (3, (3,)),
+        (5, (1, 7)),
+        (5, (5,)),
+    ]
+
+
 def test_seed_and_epoch_both_change_the_order():
     lengths = [1 + n % 64 for n in range(100)]
     orders = {

@@ -217,6 +217,22 @@ def test_a_generation_prompt_that_opens_a_thinking_block_needs_an_answer_that_cl
     assert dict(opened.lost) == {"open_thinking": 1}
 
 
+@pytest.mark.parametrize(
+    ("thought", "answer", "whole"),
+    [
+        ("I count", "two", "I count\n</think>\n\ntwo<|eos|>"),
+        ("I count\n", "\n\ntwo", "I count\n</think>\n\ntwo<|eos|>"),
+        ("I count", "\ntwo", "I count</think>\ntwo<|eos|>"),
+    ],
+)
+def test_thinking_that_a_server_has_taken_apart_is_put_back_behind_the_open_block(thought, answer, whole):
+    chat = encode("open_thinking", [user("one"), said(answer, reasoning_content=thought)])
+
+    assert spoken("open_thinking", chat.samples[0]) == [whole]
+    assert read("open_thinking", chat.samples[0]).endswith("<|Assistant|><think>\n")
+    assert chat.respelled == 1
+
+
 def test_a_turn_whose_text_the_template_replaces_is_lost():
     tokenizer = copy.deepcopy(chat_tokenizer("chatml"))
     tokenizer.chat_template = tokenizer.chat_template.replace("m['content']", "'short'")
