@@ -62,7 +62,7 @@ def measure(config: TrainConfig, drafter: DrafterConfig, packs: PackFacts) -> Me
         logit_softcap=target.info.logit_softcap,
     )
     with on_device(torch.device(target_device)):
-        target_s, target_peak = _time(_prefill(config, target, drafter, packs), target_device)
+        target_s, target_peak = _time(prefill(config, target, drafter, packs), target_device)
     dtype = pick_dtype(config.devices.drafter_dtype, drafter_device)
     ends = FrozenEnds(
         embed_weight_VD=ends.embed_weight_VD.to(drafter_device, dtype),
@@ -71,7 +71,7 @@ def measure(config: TrainConfig, drafter: DrafterConfig, packs: PackFacts) -> Me
         logit_softcap=ends.logit_softcap,
     )
     with on_device(torch.device(drafter_device)):
-        drafter_s, drafter_peak = _time(_step(config, drafter, ends, packs), drafter_device)
+        drafter_s, drafter_peak = _time(drafter_step(config, drafter, ends, packs), drafter_device)
     tokens = sum(packs.common_lengths)
     return Measured(
         rates=Rates(target=tokens / target_s, drafter=tokens / drafter_s, is_measured=True),
@@ -81,9 +81,10 @@ def measure(config: TrainConfig, drafter: DrafterConfig, packs: PackFacts) -> Me
     )
 
 
-def _prefill(
+def prefill(
     config: TrainConfig, target: Target, drafter: DrafterConfig, packs: PackFacts
 ) -> Callable[[], object]:
+    """Return one prefill of the common pack."""
     lengths = packs.common_lengths
     ids_BS = torch.zeros(len(lengths), lengths[0], dtype=torch.int64, device=target.device)
 
@@ -95,10 +96,10 @@ def _prefill(
     return run
 
 
-def _step(
+def drafter_step(
     config: TrainConfig, drafter: DrafterConfig, ends: FrozenEnds, packs: PackFacts
 ) -> Callable[[], object]:
-    """Return one micro-batch with its share of the optimizer step."""
+    """Return one micro-batch of the common pack with its share of the optimizer step, on the ends' device."""
     model = build_drafter(drafter, seed=0, dtype=ends.head_weight_VD.dtype).to(ends.head_weight_VD.device)
     optimizer = MasterAdamW(model.named_parameters(), AdamWSettings.from_config(config.optim))
     tokens = documents(packs.common_lengths)

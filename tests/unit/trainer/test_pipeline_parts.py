@@ -13,10 +13,11 @@ from trainer.pipeline import devices
 from trainer.pipeline.messages import HiddenStates
 from trainer.pipeline.queues import FeedQueue, HiddenStatesQueue
 from trainer.pipeline.records import batch_record, profile_record, queue_record, worker_records
-from trainer.pipeline.timers import DeferredScalars, StageTimers, WorkerStats
+from trainer.pipeline.timers import DeferredScalars, StageTimers, WorkerStats, cuda_memory
 from trainer.pipeline.transfer import CpuSender, carve
 from trainer.pipeline.workers import Board
 from trainer.target.cache import SampleCache
+from trainer.telemetry.fields import FIELDS
 
 
 def make_sampler(**changes):
@@ -302,6 +303,17 @@ def test_balance_compares_workers_of_one_kind_and_is_null_while_one_has_nothing(
     assert records["a"]["balance_ratio"] == records["b"]["balance_ratio"] == 3.0
     assert records["c"]["balance_ratio"] is None
     assert records["c"]["reason"] == "a worker of this kind has no tokens yet"
+
+
+def test_allocator_figures_have_every_documented_field(monkeypatch):
+    stats = {"allocated_bytes.all.current": 3, "reserved_bytes.all.current": 5, "num_ooms": 1}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _device: stats)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(uuid="ab-cd"))
+
+    record = cuda_memory(["cpu", "cuda:3"])[0]
+
+    assert {f"cuda/*/{key}" for key in record} == {field.path for field in FIELDS if field.group == "cuda"}
+    assert (record["index"], record["uuid"], record["fragmentation_bytes"]) == (3, "GPU-ab-cd", 2)
 
 
 def test_cleared_timers_know_nothing_of_before():

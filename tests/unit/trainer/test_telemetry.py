@@ -12,6 +12,7 @@ from trainer.errors import DependencyError
 from trainer.flags import resolve
 from trainer.telemetry import capabilities
 from trainer.telemetry.capabilities import Capability
+from trainer.telemetry.fields import FIELDS
 from trainer.telemetry.metrics import (
     IntervalReport,
     bucket_entropy,
@@ -143,6 +144,17 @@ def test_nvml_readings_have_units_and_no_reason_when_complete(monkeypatch):
     assert (records[0]["mem_used_bytes"], records[0]["mem_reserved_bytes"]) == (7, 1)
     assert records[0]["throttle"] == "sw_power_cap|hw_thermal"
     assert records[0]["reason"] is None
+
+
+def test_nvml_records_have_every_documented_field_also_when_the_card_is_lost(monkeypatch):
+    documented = {field.path for field in FIELDS if field.group == "gpu"}
+    for broken in ({}, {"nvmlDeviceGetHandleByIndex": "GPU is lost"}):
+        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(**broken))
+
+        record = name_devices(NvmlReader().read(), {"GPU-1": 0})[0]
+
+        assert {f"gpu/*/{key}" for key in record} == documented
+    assert record["reason"] == "handle: GPU is lost"
 
 
 def test_nvml_memory_of_an_old_driver_is_told_apart(monkeypatch):
