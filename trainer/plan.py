@@ -19,7 +19,6 @@ from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.flags import resolve, set_allocator_defaults
 from trainer.pipeline.devices import check_devices, cpu_threads
-from trainer.planning.budget import Budget
 from trainer.planning.facts import Facts, read_facts
 from trainer.planning.fit import find_ways_out, refusal
 from trainer.planning.measure import Measured, measure
@@ -27,7 +26,7 @@ from trainer.planning.packs import PackFacts
 from trainer.planning.render import (
     budget_record,
     ladder,
-    render_budget,
+    render_budgets,
     render_packs,
     render_split,
     split_record,
@@ -54,7 +53,7 @@ def run_plan(arguments: Namespace) -> int:
     torch.set_num_threads(cpu_threads(config))
     facts = read_facts(config, gpu_gib=arguments.gpu_memory_gib)
     budgets, packs = facts.budgets(config), facts.packs(config)
-    blocks = [render_packs(packs, epochs=config.optim.epochs), *map(render_budget, budgets)]
+    blocks = [render_packs(packs, epochs=config.optim.epochs), *render_budgets(budgets)]
     too_large = next((budget for budget in budgets if budget.verdict == "too large"), None)
     record: dict[str, Any] = {
         "v": PLAN_VERSION,
@@ -63,12 +62,15 @@ def run_plan(arguments: Namespace) -> int:
         "measured": None,
         "split": None,
     }
-    if too_large is None:
-        text, throughput = _throughput(config, facts, packs, arguments)
-        blocks.append(text)
-        record |= throughput
+    # what does not fit cannot be measured: the split is by counted work then
+    arguments.no_measure |= too_large is not None
+    text, throughput = _throughput(config, facts, packs, arguments)
+    blocks.append(text)
+    record |= throughput
     sys.stdout.write(ladder(blocks))
-    error = None if too_large is None else _refuse(config, facts, too_large)
+    error: ConfigError | None = None
+    if too_large is not None:
+        error = refusal(too_large, find_ways_out(config, too_large, facts.budget_like))
     record["refusal"] = None if error is None else str(error)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -103,12 +105,6 @@ def _throughput(
             "drafter_over_target_rate": round(rates.drafter / rates.target, 4),
         },
     }
-
-
-def _refuse(config: TrainConfig, facts: Facts, budget: Budget) -> ConfigError:
-    is_gpu = budget.name not in ("host", "disk of --output-dir")
-    budgets_of = facts.device_budgets if is_gpu else facts.budgets
-    return refusal(budget, find_ways_out(config, budget, budgets_of))
 
 
 def _packs_record(packs: PackFacts) -> dict[str, Any]:

@@ -31,6 +31,8 @@ PROCESS_BYTES = 1 << 30
 
 CONTEXT = "CUDA context and libraries"
 SLACK = "allocator slack"
+HOST = "host"
+DISK = "disk of --output-dir"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +220,7 @@ def host_budget(
     cap = config.queue.hs_max_bytes or (limit or 0) * 2 // 5 or math.inf
     pack = math.ceil(packs.mean_tokens * per_token)
     queued = int(min(cap, config.queue.hs_max_depth * pack))
+    ready = min(cap, config.queue.hs_min_ready * pack)
     in_flight = DEVICE_SLOTS * len(config.devices.targets()) * packs.most_tokens * per_token
     terms = [
         Term("process and libraries", PROCESS_BYTES, "estimate"),
@@ -235,14 +238,11 @@ def host_budget(
     terms.append(Term("checkpoint being written", state_bytes(drafter), "masters and moments"))
     terms += [Term(budget.name, budget.total) for budget in on_cpu]
     return Budget(
-        name="host",
+        name=HOST,
         terms=tuple(terms),
         limit=limit,
-        knobs=("queue.hs_max_depth", "queue.hs_max_bytes"),
-        notes=(
-            f"queue at --hs-min-ready {config.queue.hs_min_ready}: "
-            f"{int(min(cap, config.queue.hs_min_ready * pack)):,} bytes",
-        ),
+        knobs=("queue.hs_max_depth", "data.token_budget"),
+        notes=(f"at --hs-min-ready {config.queue.hs_min_ready} the queue holds {ready / 2**30:.2f} GiB",),
     )
 
 
@@ -251,7 +251,7 @@ def disk_budget(config: TrainConfig, drafter: DrafterConfig, *, limit: int | Non
     state, export = state_bytes(drafter), 2 * count_parameters(drafter)
     copies = config.checkpoint.keep + 1
     return Budget(
-        name="disk of --output-dir",
+        name=DISK,
         terms=(
             Term("training state", copies * state, f"{state:,} bytes each, {copies} at a time"),
             Term("export", copies * export, f"{export:,} bytes each"),

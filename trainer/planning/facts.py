@@ -8,8 +8,8 @@ as a question needs.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,15 @@ from trainer.data.corpus import Corpus
 from trainer.drafter.model import DrafterConfig
 from trainer.drafter.shape import drafter_config
 from trainer.pipeline.devices import available_bytes, pick_dtype
-from trainer.planning.budget import Budget, disk_budget, drafter_budget, host_budget, target_budget
+from trainer.planning.budget import (
+    DISK,
+    HOST,
+    Budget,
+    disk_budget,
+    drafter_budget,
+    host_budget,
+    target_budget,
+)
 from trainer.planning.fit import GIB
 from trainer.planning.packs import PackFacts, pack_facts
 from trainer.target.capture import Target
@@ -31,7 +39,7 @@ from trainer.target.loader import outline_target
 class Facts:
     """What stays the same while settings vary.
 
-    `limits` maps device names, `host` and `disk` to bytes; what is missing there is not known.
+    `limits` maps device names, `HOST` and `DISK` to bytes; what is missing there is not known.
     """
 
     target: Target
@@ -49,25 +57,77 @@ class Facts:
         """Deal the samples; lengths are cut as loading does it."""
         return pack_facts(config, [min(length, config.data.max_seq_len) for length in self.lengths])
 
-    def device_budgets(self, config: TrainConfig) -> list[Budget]:
-        """Return one budget per worker; of alike devices only the first differs in name."""
-        packs, drafter = self.packs(config), self.drafter(config)
-        found: list[Budget] = []
-        for device in config.devices.targets():
-            limit = self.limits.get(device)
-            found.append(target_budget(config, self.target, drafter, packs, device=device, limit=limit))
-        for device in config.devices.drafters():
-            limit = self.limits.get(device)
-            found.append(drafter_budget(config, drafter, packs, device=device, limit=limit))
+    def device_budgets(self, config: TrainConfig, *, only: str | None = None) -> list[Budget]:
+        """Return one budget per device; workers that share a GPU share its budget.
+
+        Args:
+            config: of the run.
+            only: leave out the workers of all other devices.
+        """
+        found = [
+            *self._workers(config, config.devices.targets(), self._target_budget, only=only),
+            *self._workers(config, config.devices.drafters(), self._drafter_budget, only=only),
+        ]
         return _joined(found)
 
     def budgets(self, config: TrainConfig) -> list[Budget]:
         """Return the budgets of all GPUs, of the host and of the disk."""
-        workers, packs, drafter = self.device_budgets(config), self.packs(config), self.drafter(config)
+        workers = self.device_budgets(config)
+        gpus = [budget for budget in workers if not budget.name.endswith(" on cpu")]
+        return [*gpus, self._host_budget(config, workers), self._disk_budget(config)]
+
+    def budget_like(self, config: TrainConfig, budget: Budget) -> Budget:
+        """Return the budget of the same memory under another configuration, and compute no other."""
+        if budget.name == DISK:
+            return self._disk_budget(config)
+        if budget.name == HOST:
+            return self._host_budget(config, self.device_budgets(config, only="cpu"))
+        return self.device_budgets(config, only=budget.name.rpartition(" on ")[2])[0]
+
+    def _workers(
+        self,
+        config: TrainConfig,
+        devices: Sequence[str],
+        build: Callable[[TrainConfig, str], Budget],
+        *,
+        only: str | None,
+    ) -> Iterator[Budget]:
+        """Plan each worker; those behind the second are like it (the first may sum gradients)."""
+        second: Budget | None = None
+        for place, device in enumerate(devices):
+            if only not in (None, device):
+                continue
+            if place < 2 or second is None:
+                budget = build(config, device)
+                second = budget if place else None
+            else:
+                kind = second.name.partition(" on ")[0]
+                budget = replace(second, name=f"{kind} on {device}", limit=self.limits.get(device))
+            yield budget
+
+    def _target_budget(self, config: TrainConfig, device: str) -> Budget:
+        return target_budget(
+            config,
+            self.target,
+            self.drafter(config),
+            self.packs(config),
+            device=device,
+            limit=self.limits.get(device),
+        )
+
+    def _drafter_budget(self, config: TrainConfig, device: str) -> Budget:
+        return drafter_budget(
+            config, self.drafter(config), self.packs(config), device=device, limit=self.limits.get(device)
+        )
+
+    def _host_budget(self, config: TrainConfig, workers: Sequence[Budget]) -> Budget:
         on_cpu = [budget for budget in workers if budget.name.endswith(" on cpu")]
-        gpus = [budget for budget in workers if budget not in on_cpu]
-        host = host_budget(config, drafter, packs, on_cpu=on_cpu, limit=self.limits.get("host"))
-        return [*gpus, host, disk_budget(config, drafter, limit=self.limits.get("disk"))]
+        return host_budget(
+            config, self.drafter(config), self.packs(config), on_cpu=on_cpu, limit=self.limits.get(HOST)
+        )
+
+    def _disk_budget(self, config: TrainConfig) -> Budget:
+        return disk_budget(config, self.drafter(config), limit=self.limits.get(DISK))
 
 
 def read_facts(config: TrainConfig, *, gpu_gib: float | None = None) -> Facts:
@@ -97,14 +157,15 @@ def outline_facts(config: TrainConfig, *, lengths: Sequence[int], gpu_gib: float
 
 
 def _limits(config: TrainConfig, gpu_gib: float | None) -> dict[str, int]:
-    limits = {"host": available_bytes(), "disk": _free_disk(Path(config.paths.output_dir))}
-    for device in (*config.devices.targets(), *config.devices.drafters()):
-        if device == "cpu":
-            continue
-        if gpu_gib is not None:
-            limits[device] = int(gpu_gib * GIB)
-        elif int(device.rpartition(":")[2]) < torch.cuda.device_count():
-            limits[device] = int(torch.cuda.get_device_properties(device).total_memory)
+    """Find the sizes of the memories; where GPUs are absent, host and disk are another machine's too."""
+    devices = {*config.devices.targets(), *config.devices.drafters()} - {"cpu"}
+    present = {device for device in devices if int(device[5:]) < torch.cuda.device_count()}
+    if gpu_gib is not None:
+        limits = dict.fromkeys(devices, int(gpu_gib * GIB))
+    else:
+        limits = {device: int(torch.cuda.get_device_properties(device).total_memory) for device in present}
+    if devices == present:
+        limits |= {HOST: available_bytes(), DISK: _free_disk(Path(config.paths.output_dir))}
     return limits
 
 

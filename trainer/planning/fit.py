@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.flags import FLAGS
-from trainer.planning.budget import Budget
+from trainer.planning.budget import DISK, HOST, Budget
 
 GIB = 1 << 30
 
@@ -43,14 +43,14 @@ class WayOut:
 
 
 def find_ways_out(
-    config: TrainConfig, budget: Budget, budgets_of: Callable[[TrainConfig], Sequence[Budget]]
+    config: TrainConfig, budget: Budget, budget_like: Callable[[TrainConfig, Budget], Budget]
 ) -> list[WayOut]:
     """Search, for every setting that makes `budget` smaller, the largest value that fits.
 
     Args:
         config: the configuration that is too large.
         budget: the memory that does not suffice.
-        budgets_of: plans a configuration.
+        budget_like: plans the same memory under another configuration.
     """
 
     def fits(key: str, value: int) -> bool:
@@ -58,12 +58,10 @@ def find_ways_out(
             changed = with_value(config, key, value)
         except ConfigError:
             return False
-        return any(b.name == budget.name and b.verdict == "fits" for b in budgets_of(changed))
+        return budget_like(changed, budget).verdict == "fits"
 
     found: list[WayOut] = []
     for key in budget.knobs:
-        if key not in _STEPS:
-            continue
         table, name = key.split(".")
         least, grain = _STEPS[key]
         if key == "data.token_budget":
@@ -91,6 +89,8 @@ def refusal(budget: Budget, ways: Sequence[WayOut]) -> ConfigError:
     term = budget.largest
     if ways:
         advice = "it fits with " + ", or ".join(way.text for way in ways)
+    elif budget.name in (HOST, DISK):
+        advice = "no single setting is enough: give it more"
     elif budget.fixed > budget.limit:
         advice = (
             f"no setting changes {budget.fixed / GIB:.2f} GiB of it: take a larger device or smaller models"

@@ -6,14 +6,29 @@ Called by `trainer.plan`. Pure; must not compute anything that is not a sum or a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from trainer.planning.budget import Budget
+from trainer.planning.budget import DISK, HOST, Budget
 from trainer.planning.fit import GIB
 from trainer.planning.packs import PackFacts
 from trainer.planning.split import Rates, Split
 
 NAME_WIDTH, NOTE_WIDTH, SIZE_WIDTH = 30, 38, 10
+
+
+def render_budgets(budgets: Sequence[Budget]) -> list[str]:
+    """Return one table per memory; workers that differ by their device alone share one."""
+    alike: dict[tuple[object, ...], list[Budget]] = {}
+    for budget in budgets:
+        kind = budget.name.partition(" on ")[0]
+        alike.setdefault((kind, budget.terms, budget.limit), []).append(budget)
+    tables: list[str] = []
+    for group in alike.values():
+        devices = ", ".join(budget.name.rpartition(" on ")[2] for budget in group[1:])
+        each = f", {devices}: each" if devices else ""
+        tables.append(render_budget(replace(group[0], name=f"{group[0].name}{each}")))
+    return tables
 
 
 def render_budget(budget: Budget) -> str:
@@ -22,12 +37,13 @@ def render_budget(budget: Budget) -> str:
     lines += [_row(term.name, term.note, term.nbytes) for term in budget.terms]
     lines.append(_row("sum", "", budget.total))
     if budget.limit is None:
-        lines.append(f"  {'limit':<{NAME_WIDTH}}not known: name it with --gpu-memory-gib")
+        hint = "another machine's" if budget.name in (HOST, DISK) else "name it with --gpu-memory-gib"
+        lines.append(f"  {'limit':<{NAME_WIDTH}} not known: {hint}")
     else:
         spare = budget.limit - budget.total
         text = f"{spare / GIB:.2f} to spare" if spare >= 0 else f"{-spare / GIB:.2f} too much"
         lines.append(_row("limit", "", budget.limit))
-        lines.append(f"  {'verdict':<{NAME_WIDTH}}{budget.verdict}, {text}")
+        lines.append(f"  {'verdict':<{NAME_WIDTH}} {budget.verdict}, {text}")
     lines += [f"  {note}" for note in budget.notes]
     return "\n".join(lines)
 

@@ -27,6 +27,7 @@ from trainer.planning.fit import GIB, find_ways_out, refusal, with_value
 from trainer.planning.meter import PeakMeter
 from trainer.planning.outline import DrafterLoad, drafter_needs, measure_microbatch, target_needs
 from trainer.planning.packs import pack_facts
+from trainer.planning.render import render_budgets
 from trainer.planning.split import Rates, best_split, counted_rates, drafter_flops, evaluate
 from trainer.target.loader import load_target, outline_target
 
@@ -322,7 +323,7 @@ def test_a_way_out_is_the_largest_value_that_fits(gpu_config):
     budget = roomy.device_budgets(gpu_config)[1]
     facts = gpu_facts(gpu_config, int(budget.total * 0.999))
 
-    ways = find_ways_out(gpu_config, facts.device_budgets(gpu_config)[1], facts.device_budgets)
+    ways = find_ways_out(gpu_config, facts.device_budgets(gpu_config)[1], facts.budget_like)
 
     assert {way.key for way in ways} >= {"loss.max_anchors"}
     for way in ways:
@@ -333,13 +334,46 @@ def test_a_way_out_is_the_largest_value_that_fits(gpu_config):
     assert facts.device_budgets(more)[1].verdict == "too large"
 
 
+def test_host_and_disk_have_ways_out_too(config):
+    facts = dataclasses.replace(outline_facts(config, lengths=[40] * 500), limits={})
+    by = {budget.name: budget for budget in facts.budgets(config)}
+    limits = {name: int(by[name].total * 0.9) for name in ("host", "disk of --output-dir")}
+    wide = with_value(config, "queue.hs_max_depth", 1_000_000)
+    facts = dataclasses.replace(facts, limits=limits)
+
+    disk = next(budget for budget in facts.budgets(config) if budget.name.startswith("disk"))
+
+    assert [way.text for way in find_ways_out(config, disk, facts.budget_like)] == ["--keep-checkpoints 2"]
+    host = next(budget for budget in facts.budgets(wide) if budget.name == "host")
+    queued = next(term for term in host.terms if term.name == "queue of hidden states")
+    assert queued.nbytes <= limits["host"] * 2 // 5
+
+
+def test_alike_workers_are_planned_alike_and_shown_once(folder):
+    config = make_config(folder, devices__target_gpus="0,1,2,3", devices__drafter_gpus="4,5,6")
+    facts = dataclasses.replace(outline_facts(config, lengths=[40] * 100), limits={})
+
+    budgets = facts.device_budgets(config)
+    tables = render_budgets(budgets)
+
+    assert [budget.name for budget in budgets] == [
+        *(f"target on cuda:{n}" for n in range(4)),
+        *(f"drafter on cuda:{n}" for n in range(4, 7)),
+    ]
+    assert [table.split("  ")[0] for table in tables] == [
+        "target on cuda:0, cuda:1, cuda:2, cuda:3: each",
+        "drafter on cuda:4",
+        "drafter on cuda:5, cuda:6: each",
+    ]
+    for budget in budgets:
+        assert facts.budget_like(config, budget) == budget
+
+
 def test_a_refusal_names_memory_term_bytes_and_way_out(gpu_config):
     budget = Budget(
         name="drafter on cuda:1", terms=(Term("weights", GIB), Term("activations", 3 * GIB)), limit=2 * GIB
     )
-    ways = find_ways_out(gpu_config, budget, lambda _config: [])
-
-    text = str(refusal(budget, ways))
+    text = str(refusal(budget, []))
 
     assert text == (
         "drafter on cuda:1 needs 4.00 GiB of 2.00 GiB; largest term: activations 3.00 GiB "
@@ -425,5 +459,5 @@ def test_planning_for_absent_gpus_needs_no_measurement_and_says_so(folder, capsy
 
     assert code == 0
     assert "not measured; by counted work" in output.out
-    assert "drafter on cuda:7" in output.out
+    assert "drafter on cuda:6, cuda:7: each" in output.out
     assert "sum over drafters" in output.out
