@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 
 import pytest
 import torch
@@ -411,12 +412,23 @@ def test_target_and_drafter_of_one_gpu_share_its_memory(folder):
 # --- the command ----------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def _root_logger():
+    """The commands send the log where their process wants it; here that must end with the test."""
+    logger = logging.getLogger()
+    handlers, level = list(logger.handlers), logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
 def plan(folder, capsys, *words, **changes):
     settings = settings_for(folder / "tiny-target-0", folder / "data", folder / "out", **changes)
     code = main(["plan", *[word for text in settings for word in ("--set", text)], *words])
     return code, capsys.readouterr()
 
 
+@pytest.mark.usefixtures("_root_logger")
 def test_the_command_measures_and_recommends(folder, capsys, tmp_path):
     record_file = tmp_path / "plan.json"
 
@@ -431,6 +443,7 @@ def test_the_command_measures_and_recommends(folder, capsys, tmp_path):
     assert record["packs"]["total_steps"] == 18
 
 
+@pytest.mark.usefixtures("_root_logger")
 def test_the_command_refuses_what_cannot_fit_with_exit_2(folder, capsys, tmp_path):
     record_file = tmp_path / "plan.json"
 
@@ -448,6 +461,7 @@ def test_the_command_refuses_what_cannot_fit_with_exit_2(folder, capsys, tmp_pat
     assert not (folder / "out").exists()
 
 
+@pytest.mark.usefixtures("_root_logger")
 def test_planning_for_absent_gpus_needs_no_measurement_and_says_so(folder, capsys):
     code, output = plan(
         folder,
