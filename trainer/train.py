@@ -7,11 +7,9 @@ training logic: that is the workers'.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
-import json
 import logging
 import time
 import uuid
@@ -42,16 +40,15 @@ from trainer.data.sampler import Feeder
 from trainer.drafter.worker import DrafterWorker, StepHooks
 from trainer.errors import EXIT_FINISHED, EXIT_STOPPED, PipelineError
 from trainer.eval.online import OnlineEvaluation, report_evaluation
-from trainer.flags import Resolved, has_wandb_key, set_collective_defaults
+from trainer.flags import Resolved, has_wandb_key
 from trainer.lifecycle.exits import describe
 from trainer.lifecycle.heartbeat import StatusFile
-from trainer.lifecycle.runfolder import describe_code, hold_output, write_json, write_run_record
-from trainer.lifecycle.signals import SignalCounter, StoppedEarlyError, StopRequest
+from trainer.lifecycle.runfolder import describe_code, write_json, write_run_record
+from trainer.lifecycle.signals import SignalCounter, StoppedEarlyError
 from trainer.lifecycle.stalls import NativeDump, StartWatch, log_stacks
 from trainer.lifecycle.stopping import StopWatch
+from trainer.machines import Machines
 from trainer.pipeline.devices import check_devices
-from trainer.pipeline.nodes import Nodes
-from trainer.pipeline.pulse import StopNote
 from trainer.pipeline.records import connect_sources
 from trainer.pipeline.workers import Board, WorkerGroup
 from trainer.planning.check import check_memory
@@ -91,9 +88,8 @@ class Trainer:
         self._worker: DrafterWorker | None = None
         self._saver: Saver | None = None
         self._is_finished = False
-        self._nodes: Nodes | None = None
         self._wandb_id = ""
-        self._rank, self._ranks = resolved.world.rank, resolved.world.size
+        self._machines = Machines(resolved.world)
 
     def train(self) -> int:
         """Go through all phases; returns the exit code of a finished or stopped run.
@@ -102,23 +98,21 @@ class Trainer:
             TrainerError: anything that ends the run before its end; its class decides the exit code.
         """
         check_devices(self.config)
-        # only rank 0 writes into the output folder, so only it keeps others out
-        with contextlib.nullcontext() if self._rank else hold_output(self._output_dir):
+        with self._machines.hold_output(self._output_dir):
             self._signals.install()
             try:
                 write_run_record(self._resolved, self._code)
                 self._open_status()
-                self._join_nodes()
+                self._join_machines()
                 self._go_through_phases()
-                self._part_from_nodes()
+                self._machines.part(is_abandoned=self._stopping.is_abandoned)
             except StoppedEarlyError:
                 self._leave_early()
             except Exception as error:
-                if self._nodes is not None:
-                    if self._worker is None and self._nodes.look_for_stop() is not None:
-                        self._leave_early()
-                        return EXIT_STOPPED
-                    self._nodes.fail(describe(error))
+                if self._worker is None and self._machines.take_over_stop(self._stopping, ask=True):
+                    self._leave_early()
+                    return EXIT_STOPPED
+                self._machines.fail(describe(error))
                 self._status.set_message(describe(error))
                 raise
             finally:
@@ -135,7 +129,7 @@ class Trainer:
         self._reporter = self._open_telemetry()
         try:
             self._store = CheckpointStore(self._output_dir / start.lineage)
-            if not self._rank:
+            if self._machines.is_first:
                 self._store.prepare()
             with self._start_watch.watching(), self._signals.interrupting():
                 self._parts = parts = self._load(start)
@@ -173,12 +167,7 @@ class Trainer:
         """Report what is off and why, refuse what must not be off, then start the telemetry thread."""
         for note in self._resolved.notes:
             _LOG.warning("%s", note)
-        config = self.config
-        if self._rank:
-            # one run of W&B for all machines: rank 0's
-            config = dataclasses.replace(
-                config, wandb=dataclasses.replace(config.wandb, mode="disabled", project="")
-            )
+        config = self._machines.own_settings(self.config)
         telemetry = Telemetry(config, has_cuda=torch.cuda.is_available(), has_wandb_key=has_wandb_key())
         telemetry.found += find_kernels(self.config)
         records = capabilities.report(telemetry.found)
@@ -198,17 +187,17 @@ class Trainer:
 
     def _choose_start(self) -> StartPoint:
         """Decide where to begin; on several machines rank 0 decides, for it alone has the checkpoints."""
-        start = None if self._rank else choose_start(self._output_dir, self.config.checkpoint.resume)
+        start = (
+            choose_start(self._output_dir, self.config.checkpoint.resume) if self._machines.is_first else None
+        )
         if start is not None:
             self._wandb_id = self._choose_wandb_id(start)
             self._imported = imported.find_imported(start.state_dir)
-        if self._nodes is not None:
-            shared = self._nodes.share(
-                {"lineage": start.lineage, "imported": self._imported} if start else None
-            )
-            self._imported = shared["imported"]
-            start = start or StartPoint(lineage=shared["lineage"], state_dir=None, skipped=())
-        assert start is not None
+        shared = self._machines.share(
+            {"lineage": start.lineage, "imported": self._imported} if start else None
+        )
+        self._imported = shared["imported"]
+        start = start or StartPoint(lineage=shared["lineage"], state_dir=None, skipped=())
         self._follow_imported()
         return start
 
@@ -216,59 +205,16 @@ class Trainer:
         stored = "" if start.state_dir is None else read_record(start.state_dir).get("wandb_id", "")
         return stored or uuid.uuid4().hex[:12]
 
-    # -- several machines ---------------------------------------------------------------------------------
-
-    def _join_nodes(self) -> None:
-        """Meet the trainers of the other machines, where there are some."""
-        world = self._resolved.world
-        if world.size == 1:
-            return
-        set_collective_defaults()
-        self._status.set_phase("loading", f"waiting for {world.size - 1} other machines")
+    def _join_machines(self) -> None:
+        if self._machines.count > 1:
+            self._status.set_phase("loading", f"waiting for {self._machines.count - 1} other machines")
         with self._signals.interrupting():
-            uses_cuda = self.config.devices.drafters()[0] != "cpu"
-            self._nodes = Nodes(world, self._board, uses_cuda=uses_cuda)
-
-    def _require_same(self, parts: Parts) -> None:
-        """Refuse to train with a machine whose data, target or settings differ."""
-        if self._nodes is None:
-            return
-        config, identity = self.config, self._identity
-        self._nodes.require_same(
-            {
-                "config_hash": identity["config_hash"],
-                "data.sha256": identity["data"]["sha256"],
-                "target": json.dumps(identity["target"], sort_keys=True),
-                "drafters": len(parts.replicas),
-                "drafter dtype": parts.drafter.dtype,
-                "checkpoint.every": config.checkpoint.every,
-                "torch": identity["versions"]["torch"],
-            }
-        )
-
-    def _part_from_nodes(self) -> None:
-        if self._nodes is None:
-            return
-        if self._stopping.is_abandoned:
-            self._nodes.fail("stopped by a second signal")
-        else:
-            self._nodes.close()
+            self._machines.join(self.config, self._board)
 
     def _leave_early(self) -> None:
         self._stopping.look()
-        if self._nodes is not None:
-            self._nodes.announce_stop(save=False)
-            self._nodes.fail("stopped before the first step")
+        self._machines.leave_early()
         _LOG.info("stopped before the first step; nothing to save")
-
-    def _take_over_stop(self, note: StopNote | None) -> bool:
-        """Stop here too when another machine was asked to; True when that is news."""
-        if note is None or self._stopping.request is not None:
-            return False
-        self._stopping.join(
-            StopRequest(id=None, reason=f"rank {note.rank} stops", deadline_s=None, save=note.save)
-        )
-        return True
 
     # -- loading ------------------------------------------------------------------------------------------
 
@@ -279,16 +225,16 @@ class Trainer:
         parts = load_parts(
             self.config,
             enter=self._enter_loading,
-            ranks=self._ranks,
+            ranks=self._machines.count,
             imported=None if record is None else imported.fields_of(record),
         )
-        self._identity = run_identity(self.config, parts, self._code, ranks=self._ranks)
+        self._identity = run_identity(self.config, parts, self._code, ranks=self._machines.count)
         if record is not None:
             self._identity |= {imported.KEY: record}
-        self._require_same(parts)
+        self._machines.require_same(self.config, self._identity, parts)
         self._resume(parts, start)
         self._status.progress(parts.plan.first_step, parts.plan.total_steps)
-        if not self._rank:
+        if self._machines.is_first:
             self._saver = self._open_saver(parts, start)
             self._evaluation = build_evaluation(self.config, parts, self._board)
         return parts
@@ -300,7 +246,8 @@ class Trainer:
 
     def _resume(self, parts: Parts, start: StartPoint) -> None:
         """Take a stored state over, if there is one, after comparing what it belongs to with this run."""
-        state = self._read_state(start)
+        state = None if start.state_dir is None else read_state(start.state_dir)
+        state = self._machines.share_state(state)
         if state is None:
             return
         if start.state_dir is not None:
@@ -310,7 +257,7 @@ class Trainer:
         parts.plan = plan_steps(
             self.config,
             parts.plan,
-            ranks=self._ranks,
+            ranks=self._machines.count,
             step=state.step,
             packs_done=parts.consumed.count(),
             tokens=state.tokens,
@@ -327,19 +274,6 @@ class Trainer:
             parts.consumed.count(),
             f"; skipped {len(start.skipped)} damaged" if start.skipped else "",
         )
-
-    def _read_state(self, start: StartPoint) -> TrainState | None:
-        """Read the state; the other machines, which may not see the output folder, get rank 0's."""
-        state = None if start.state_dir is None else read_state(start.state_dir)
-        if self._nodes is None:
-            return state
-        head = self._nodes.share(
-            None if self._rank else {} if state is None else {"step": state.step, "tokens": state.tokens}
-        )
-        if not head:
-            return None
-        tensors = self._nodes.share_tensors(None if state is None else state.tensors)
-        return state or TrainState(step=head["step"], tokens=head["tokens"], meta={}, tensors=tensors)
 
     def _record_resume(self, state: TrainState, start: StartPoint, state_dir: Path) -> None:
         stored = imported.as_if_of_this_run(state.meta, self._identity)
@@ -386,8 +320,8 @@ class Trainer:
             is_consumed=copy.deepcopy(parts.consumed).has,
             open_epoch=lines.hidden_states.open_epoch,
             board=board,
-            rank=self._rank,
-            ranks=self._ranks,
+            rank=self._machines.rank,
+            ranks=self._machines.count,
         )
         targets = build_target_workers(config, parts, lines, board)
         drafters = build_drafter_workers(
@@ -397,7 +331,7 @@ class Trainer:
             board,
             targets=targets,
             hooks=self._hooks(parts, lines),
-            nodes=self._nodes,
+            nodes=self._machines.nodes,
         )
         self._worker = drafters[0]
         self._connect_sources(lines, targets, drafters, parts)
@@ -455,7 +389,7 @@ class Trainer:
         native.rearm()
         while not group.join(timeout_s=MONITOR_S):
             native.rearm()
-            if self._stopping.look() or (self._nodes and self._take_over_stop(self._nodes.find_stop())):
+            if self._stopping.look() or self._machines.take_over_stop(self._stopping):
                 self._begin_stop()
             if self._stopping.is_abandoned:
                 return
@@ -468,10 +402,7 @@ class Trainer:
                 return
 
     def _begin_stop(self) -> None:
-        request = self._stopping.request
-        if self._nodes is not None and request is not None:
-            # before the workers see it: whoever votes for a stop has told why
-            self._nodes.announce_stop(save=request.save)
+        self._machines.announce_stop(self._stopping.request)
         self._board.stop.set()
         self._status.drain("stop requested")
 
@@ -536,8 +467,8 @@ class Trainer:
         """Release the producers, then save unless told not to."""
         close()
         self._board.stop.set()
-        if self._nodes is not None and step < self._parts.plan.total_steps:
-            self._take_over_stop(self._nodes.look_for_stop())
+        if step < self._parts.plan.total_steps:
+            self._machines.take_over_stop(self._stopping, ask=True)
         stop = self._stopping.request
         if stop is not None and not stop.save:
             _LOG.info("stopped at step %d without saving, as asked", step)
@@ -564,8 +495,7 @@ class Trainer:
     # -- stop (main thread) -------------------------------------------------------------------------------
 
     def _leave_if_stopped(self) -> None:
-        if self._nodes is not None and self._nodes.find_stop() is not None:
-            raise StoppedEarlyError
+        self._machines.take_over_stop(self._stopping)
         if self._stopping.look() or self._stopping.request is not None:
             raise StoppedEarlyError
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.tiny import tiny_samples, tiny_target, write_tiny_corpus
+from tests.support.tiny import tiny_target, write_tiny_corpus
 from tests.support.trainer_runs import (
     REPOSITORY,
     await_status,
@@ -38,15 +38,17 @@ def ranks(tmp_path):
     port = free_port()
     started = []
 
-    def begin(*settings):
-        for rank, one in enumerate(settings if len(settings) == 2 else settings * 2):
+    def begin(settings):
+        for rank in range(2):
             variables = {
                 "RANK": str(rank),
                 "WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             }
-            started.append(launch(one, tmp_path / f"log-{rank}", **variables, **environment(tmp_path, rank)))
+            started.append(
+                launch(settings, tmp_path / f"log-{rank}", **variables, **environment(tmp_path, rank))
+            )
         return started
 
     yield begin
@@ -107,7 +109,7 @@ def test_golden_20_two_machines_train_as_one_with_two_drafters(tiny, tmp_path):
                 )
             )
     try:
-        assert [agent.wait(120) for agent in agents] == [0, 0], logs(tmp_path)
+        assert [agent.wait(300) for agent in agents] == [0, 0], logs(tmp_path)
     finally:
         for agent in agents:
             agent.kill()
@@ -138,7 +140,7 @@ def test_sigterm_on_one_machine_stops_both_with_one_checkpoint(tiny, tmp_path, r
 
     started[1].send_signal(signal.SIGTERM)
 
-    assert [process.wait(90) for process in started] == [9, 9], logs(tmp_path)
+    assert [process.wait(300) for process in started] == [9, 9], logs(tmp_path)
     newest = lineage(tmp_path).find_newest()
     record, tensors = state_of(tmp_path / "out")
     assert lineage(tmp_path).steps("state") == [newest.step]
@@ -155,19 +157,9 @@ def test_machine_that_is_lost_ends_the_other_with_exit_7_and_a_whole_checkpoint(
 
     os.kill(started[1].pid, signal.SIGKILL)
 
-    assert started[0].wait(120) == 7, logs(tmp_path)
+    assert started[0].wait(300) == 7, logs(tmp_path)
     assert "rank 1" in read_status(tmp_path / "run-0")["message"]
     newest = lineage(tmp_path).find_newest()
     assert newest.skipped == ()
     assert newest.step >= 4
     verify(newest.path)
-
-
-def test_machine_with_other_data_is_refused_by_both(tiny, tmp_path, ranks):
-    other = write_tiny_corpus(tmp_path / "other", tiny_samples(seed=5))
-
-    started = ranks(settings_for(*tiny, tmp_path / "out"), settings_for(tiny[0], other, tmp_path / "out"))
-
-    assert [process.wait(90) for process in started] == [2, 2], logs(tmp_path)
-    assert "data.sha256 is" in (tmp_path / "log-1").read_text()
-    assert not lineage(tmp_path).steps("state")
