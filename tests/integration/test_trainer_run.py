@@ -318,6 +318,21 @@ def test_evaluation_measures_acceptance_between_steps(tiny, out, tmp_path):
     assert all(record["prompts"] <= 2 for record in records)
 
 
+def test_held_out_samples_are_estimated_on_their_own_turn_and_choose_the_best_checkpoint(tiny, out, tmp_path):
+    held_out = write_tiny_corpus(tmp_path / "held_out", tiny_samples(6, seed=9))
+    changes = {"eval__held_out_data": f'"{held_out}"', "eval__held_out_every": 6, "checkpoint__every": 6}
+
+    assert run_here(settings_for(*tiny, out, **changes)) == 0
+
+    records = [line["eval"] for line in metrics_lines(out / "run") if "eval" in line]
+    assert [record["step"] for record in records] == [6, 12, 18]
+    assert all(record["held_out_eal"] == record["eal"] >= 1.0 for record in records)
+    assert len({record["held_out_eal_blocks"] for record in records}) == 1
+    assert all("acceptance_length" not in record for record in records)
+    scores = json.loads((out / "lineage-0000" / "scores.json").read_text())
+    assert "held_out_eal" in json.dumps(scores)
+
+
 def test_stop_does_not_wait_for_the_rest_of_an_evaluation(tiny, out, tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     prompts = tmp_path / "prompts.jsonl"

@@ -171,7 +171,37 @@ _TELEMETRY = (
     ),
 )
 
-_EVAL = (Field("eval/*", "", "now", "the latest evaluation, only in the line that follows one"),)
+_EVAL = (
+    Field("eval/step", "steps", "now", "optimizer step whose weights were evaluated"),
+    Field("eval/seconds", "s", "now", "how long the evaluation took"),
+    Field(
+        "eval/acceptance_length",
+        "tokens",
+        "now",
+        "mean over prompts of each prompt's mean tokens per verify, bonus token included, greedy",
+    ),
+    Field(
+        "eval/per_offset/*", "ratio", "now", "share of verifies whose drafts up to this offset were accepted"
+    ),
+    Field("eval/prompts", "prompts", "now", "prompts with at least one verify"),
+    Field("eval/verifies", "verifies", "now", "blocks that the target verified"),
+    Field("eval/new_tokens", "tokens", "now", "tokens that the prompts got"),
+    Field("eval/tokens_s", "tokens/s", "now", "these by the time of decoding, prefill included"),
+    Field("eval/held_out_eal", "tokens", "now", "expected acceptance length on the held-out samples"),
+    Field("eval/held_out_eal_blocks", "blocks", "now", "complete blocks that it was counted on"),
+    Field("eval/held_out_eal_per_offset/*", "ratio", "now", "share of these right up to this offset"),
+    Field("eval/output_eal", "tokens", "now", "expected acceptance length on the texts just decoded"),
+    Field("eval/output_eal_blocks", "blocks", "now", "complete blocks that it was counted on"),
+    Field("eval/output_eal_per_offset/*", "ratio", "now", "share of these right up to this offset"),
+    Field("eval/eal", "tokens", "now", "the one that reality is compared with: held out where known"),
+    Field(
+        "eval/gap",
+        "ratio",
+        "now",
+        "(expected - real) / expected, the real one as mean over verifies; null with too few blocks",
+    ),
+    Field("eval/alarm", "text", "now", "what is wrong when the gap is above `eval.alarm_gap`, else null"),
+)
 
 FIELDS: tuple[Field, ...] = (
     *_TOP,
@@ -186,7 +216,14 @@ FIELDS: tuple[Field, ...] = (
     *_EVAL,
 )
 
-_NAMED = ("profile", "train/accuracy", "reasons", "eval")
+_NAMED = (
+    "profile",
+    "train/accuracy",
+    "reasons",
+    "eval/per_offset",
+    "eval/held_out_eal_per_offset",
+    "eval/output_eal_per_offset",
+)
 """Paths whose keys are names rather than fields."""
 
 
@@ -196,7 +233,7 @@ def field_paths(line: Mapping[str, Any]) -> set[str]:
 
 
 def _paths(path: str, node: Any) -> Iterator[str]:
-    if path == "eval/*" or not isinstance(node, Mapping | list | tuple):
+    if not isinstance(node, Mapping | list | tuple):
         yield path
     elif isinstance(node, Mapping):
         for key, value in node.items():
@@ -217,7 +254,8 @@ _GROUPS: Mapping[str, str] = {
     "gpu": "One entry per card of the machine, by NVML; empty with a reason where NVML is off.",
     "cuda": "The allocator's figures of the devices in use; empty on the CPU.",
     "telemetry": "What telemetry itself lost.",
-    "eval": "Speculative decoding against the real target.",
+    "eval": "The latest evaluation, only in the line that follows one: speculative decoding against the real "
+    "target, and the estimate beside it, both with the weights that an export would hold.",
 }
 
 

@@ -18,6 +18,7 @@ from trainer.eval.online import OnlineEvaluation, Surroundings, as_exported, rep
 from trainer.eval.speculative import speculative_generate
 from trainer.lifecycle.heartbeat import StatusFile
 from trainer.target.loader import load_target
+from trainer.telemetry.fields import FIELDS, field_paths
 
 TRAINED = [[5 + (7 * i + 3 * j) % 50 for j in range(4 + i)] for i in range(16)]
 PROMPTS = TRAINED[:6]
@@ -87,6 +88,13 @@ def test_a_healthy_drafter_raises_no_alarm(target, samples, trained) -> None:
     assert record["per_offset"]["1"] >= record["per_offset"]["3"] > 0.5
     assert record["verifies"] < record["new_tokens"]
     assert record["tokens_s"] > 0
+
+
+def test_every_field_of_the_record_is_documented(target, samples, trained) -> None:
+    record = _evaluation(target, samples).measure(trained, 2)
+
+    documented = {field.path for field in FIELDS if field.group == "eval"}
+    assert field_paths({"eval": record}) == documented
 
 
 def test_hidden_states_of_the_wrong_layer_in_decoding_trip_the_alarm(target, samples, trained) -> None:
