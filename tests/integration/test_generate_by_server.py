@@ -18,10 +18,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.chat_server import Act, ChatServer, chat_server
-from trainer.arguments import add_generate_arguments
+from tests.support.tiny import VOCAB, tiny_target, tiny_tokenizer
+from trainer.arguments import add_generate_arguments, add_prepare_arguments
 from trainer.data import openai_client
+from trainer.data.corpus import Corpus
 from trainer.data.generate import run_generate
 from trainer.data.openai_client import ChatClient, NoAnswerError, parse_base_url
+from trainer.data.prepare import run_prepare
 from trainer.errors import ConfigError, DataError, StalledError
 
 KEY = "key-of-the-test-0123"
@@ -223,6 +226,24 @@ def test_tools_go_to_the_server_and_calls_come_back(tmp_path):
     assert rows[0]["messages"][-1] == {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
+def test_prepare_reads_what_a_server_said(tmp_path):
+    write_prompts(tmp_path)
+    target = tiny_target(tmp_path)
+    with chat_server(lambda number, body: Act(finish_reason="length" if number == 1 else "stop")) as server:
+        rows = run(server, tmp_path)
+    parser = argparse.ArgumentParser()
+    add_prepare_arguments(parser)
+    files = ["--input", str(tmp_path / "out.jsonl"), "--output", str(tmp_path / "data")]
+
+    run_prepare(parser.parse_args(["--target-model", str(target), *files]))
+
+    tokenizer = tiny_tokenizer()
+    corpus = Corpus.open(tmp_path / "data", max_seq_len=512, vocab_size=VOCAB)
+    spoken = sorted(tokenizer.decode(sample.input_ids_T[sample.loss_mask_T]) for sample in corpus)
+    ends = {"stop": "<|im_end|>", "length": ""}
+    assert spoken == sorted(row["messages"][-1]["content"] + ends[row["finish_reason"]] for row in rows)
+
+
 def test_a_refused_prompt_is_counted_and_the_others_go_on(tmp_path, capsys):
     write_prompts(tmp_path)
 
@@ -296,7 +317,7 @@ def test_a_server_that_is_gone_ends_the_command_and_it_goes_on_later(tmp_path, c
     write_prompts(tmp_path)
     with (
         chat_server(lambda number, body: Act(fault="" if number <= 3 else "reset")) as server,
-        pytest.raises(StalledError, match=r"does not answer, 4 prompts failed in a row: connection failed"),
+        pytest.raises(StalledError, match=r"does not answer, 8 prompts failed in a row: connection failed"),
     ):
         run(server, tmp_path, "--max-tries", "2")
     assert json.loads(capsys.readouterr().out)["written"] == 3
@@ -306,6 +327,17 @@ def test_a_server_that_is_gone_ends_the_command_and_it_goes_on_later(tmp_path, c
 
     assert_each_once(rows)
     assert len(server.requests) == 9
+
+
+def test_a_prompt_that_always_fails_does_not_keep_the_others_back(tmp_path):
+    write_prompts(tmp_path)
+
+    def plan(number: int, body: dict) -> Act:
+        return Act(status=500) if body["messages"][-1]["content"] == "question 2" else Act()
+
+    with chat_server(plan) as server, pytest.raises(StalledError, match="1 of 12 prompts got no answer"):
+        run(server, tmp_path, "--max-tries", "2", "--concurrency", "1")
+    assert len(rows_of(tmp_path)) == 11
 
 
 def test_single_prompts_without_an_answer_fail_the_command_in_the_end(tmp_path):

@@ -24,6 +24,8 @@ from trainer.errors import DataError, StalledError
 log = logging.getLogger(__name__)
 
 REPORT_S = 10.0
+FEWEST_FAILURES = 8
+"""Prompts that must fail one after another before a server counts as silent; some prompts just fail."""
 Outcome = Answer | Exception
 
 
@@ -54,7 +56,7 @@ def complete_by_server(
 
     Raises:
         ConfigError: the server refuses every request.
-        StalledError: as many prompts as there are threads failed one after another; nothing else is asked.
+        StalledError: many prompts failed one after another, at least as many as there are threads.
     """
     waiting: queue.SimpleQueue[Prompt] = queue.SimpleQueue()
     for prompt in prompts:
@@ -72,7 +74,7 @@ def complete_by_server(
             in_a_row = in_a_row + 1 if isinstance(outcome, NoAnswerError) else 0
             _take(prompt, outcome, rows, build_row, report)
             report.wall_s = time.monotonic() - started
-            if in_a_row >= concurrency and done < len(prompts):
+            if in_a_row >= max(concurrency, FEWEST_FAILURES) and done < len(prompts):
                 raise StalledError(
                     f"the server does not answer, {in_a_row} prompts failed in a row: {report.last_failure}; "
                     "the same command goes on from here"

@@ -49,6 +49,7 @@ class StepGraphs:
 
     def _capture(self, rows: int, width: int) -> torch.cuda.CUDAGraph | None:
         before = [tensor.clone() for tensor in self._state]
+        stream = torch.cuda.current_stream()
         try:
             graph = self._record(rows, width)
         except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -58,6 +59,8 @@ class StepGraphs:
             log.warning("decoding without CUDA graphs, slower: capture failed: %s", first)
             return None
         finally:
+            # A capture that fails leaves its own stream as the current one.
+            torch.cuda.set_stream(stream)
             torch.cuda.synchronize()
             for tensor, value in zip(self._state, before, strict=True):
                 tensor.copy_(value)

@@ -287,7 +287,10 @@ def test_a_target_that_refuses_the_cache_is_found_out(llama, monkeypatch):
 
 def test_graphs_that_cannot_be_captured_leave_plain_steps(caplog, monkeypatch):
     """Without CUDA a capture fails, as it does there for a target that reads device values on the host."""
+    streams = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the stream before")
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
     state = torch.zeros(3)
     calls = []
 
@@ -308,6 +311,7 @@ def test_graphs_that_cannot_be_captured_leave_plain_steps(caplog, monkeypatch):
     assert state.tolist() == [2, 2, 2]
     assert calls == [(3, 128)] * 2
     assert not graphs.is_usable
+    assert streams == ["the stream before"]
     assert (
         caplog.text.count("decoding without CUDA graphs, slower: capture failed: operation not permitted")
         == 1
