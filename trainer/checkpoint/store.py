@@ -41,21 +41,15 @@ class Found:
     skipped: tuple[str, ...]
 
 
-def _no_crash(_point: str) -> None:
-    """Do nothing: the crash points exist for tests."""
-
-
 class CheckpointStore:
     """Saves and finds checkpoints of one lineage.
 
     Args:
         lineage_dir: `<output-dir>/<lineage>`.
-        crash_point: called with a name before each step of a save; tests end the process there.
     """
 
-    def __init__(self, lineage_dir: Path, *, crash_point: Callable[[str], None] = _no_crash) -> None:
+    def __init__(self, lineage_dir: Path) -> None:
         self.lineage_dir = lineage_dir
-        self._crash_point = crash_point
 
     def prepare(self) -> None:
         """Create the lineage and remove what an interrupted save left behind."""
@@ -79,14 +73,10 @@ class CheckpointStore:
         temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}")
         try:
             shutil.rmtree(temporary, ignore_errors=True)
-            self._crash_point(f"{kind}.before_fill")
             fill(temporary)
-            self._crash_point(f"{kind}.before_manifest")
             self._write_manifest(temporary, step)
-            self._crash_point(f"{kind}.before_rename")
             _set_aside(final)
             temporary.rename(final)
-            self._crash_point(f"{kind}.before_parent_sync")
             _sync(final.parent)
         except CheckpointError:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -97,7 +87,6 @@ class CheckpointStore:
                 f"checkpoint cannot be written: {final} ({error.strerror or error}); free space or name "
                 "another --output-dir; earlier checkpoints are untouched"
             ) from error
-        self._crash_point(f"{kind}.done")
         return final
 
     def steps(self, kind: Kind) -> list[int]:

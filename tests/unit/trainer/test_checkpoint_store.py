@@ -20,29 +20,19 @@ from trainer.checkpoint.state import ConsumedPacks, TrainState, compare, read_st
 from trainer.checkpoint.store import MANIFEST, CheckpointStore, list_lineages, verify
 from trainer.errors import CheckpointError
 
-CRASH_POINTS = [
-    f"{kind}.{point}"
-    for kind in ("export", "state")
-    for point in ("before_fill", "before_manifest", "before_rename", "before_parent_sync", "done")
-]
-
 SAVER = """
 import os, sys
 from pathlib import Path
 from trainer.checkpoint.store import CheckpointStore
 
-folder, crash_at, first, count, size = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6])
-
-def crash(point):
-    if point == crash_at:
-        os._exit(137)
+folder, first, count, size = Path(sys.argv[1]), *map(int, sys.argv[2:5])
 
 def fill(path):
     path.mkdir()
     for name in ("a.bin", "b.bin"):
         (path / name).write_bytes(os.urandom(size))
 
-store = CheckpointStore(folder, crash_point=crash)
+store = CheckpointStore(folder)
 store.prepare()
 for step in range(first, first + count):
     store.save("export", step, fill)
@@ -51,8 +41,8 @@ for step in range(first, first + count):
 """
 
 
-def saver(folder, crash_at="", *, first=0, count=1, size=100):
-    words = [str(folder), crash_at, str(first), str(count), str(size)]
+def saver(folder, *, first=0, count=1, size=100):
+    words = [str(folder), str(first), str(count), str(size)]
     return subprocess.Popen(
         [sys.executable, "-c", SAVER, *words], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -146,24 +136,6 @@ def test_resume_is_refused_when_nothing_verifies(store, tmp_path):
         choose_start(tmp_path / "out", "latest")
 
 
-@pytest.mark.parametrize("point", CRASH_POINTS)
-def test_process_killed_while_saving_leaves_whole_checkpoints_only(tmp_path, point):
-    folder = tmp_path / "lineage-0000"
-    assert saver(folder, first=1).wait(60) == 0
-    assert saver(folder, point, first=2).wait(60) == 137
-
-    store = CheckpointStore(folder)
-    for kind in ("state", "export"):
-        for step in store.steps(kind):
-            verify(store.path(kind, step))
-    expected = 2 if point in ("state.before_parent_sync", "state.done") else 1
-    assert store.find_newest("state").step == expected
-    store.prepare()
-    assert not list(folder.glob("*/.tmp-*"))
-    assert saver(folder, first=2).wait(60) == 0
-    assert store.find_newest("state").step == 2
-
-
 def test_sigkill_at_random_moments_never_leaves_a_half_checkpoint(tmp_path):
     folder, rng = tmp_path / "lineage-0000", random.Random(7)
     newest = 0
@@ -239,6 +211,32 @@ def test_pruning_keeps_the_newest_and_never_the_only_good_one(store):
     assert store.steps("state") == [2, 4, 5]
     assert store.steps("export") == [4, 5]
     assert store.find_newest().step == 2
+
+
+def test_pruning_spares_the_protected_and_reads_no_file_when_the_newest_was_just_verified(store):
+    for step in range(1, 7):
+        store.save("state", step, fill_with("x"))
+    flip_bit(store.path("state", 6))
+
+    removed = store.prune(2, protect={1, 3}, verified=6)
+
+    assert store.steps("state") == [1, 3, 5, 6]
+    assert sorted(path.name for path in removed) == ["step-00000002", "step-00000004"]
+
+
+def test_folder_that_was_set_aside_goes_with_its_step(store):
+    flip_bit(store.save("state", 5, fill_with("x")))
+    store.save("state", 5, fill_with("y"))
+    aside = store.path("state", 5).with_name("step-00000005.replaced-1")
+    store.save("state", 6, fill_with("x"))
+
+    store.prune(2, verified=6)
+    assert aside.is_dir()
+    store.save("state", 7, fill_with("x"))
+    store.prune(2, verified=7)
+
+    assert store.steps("state") == [6, 7]
+    assert not aside.exists()
 
 
 def test_damaged_folder_in_the_way_is_kept_aside(store):

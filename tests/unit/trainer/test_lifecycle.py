@@ -145,6 +145,37 @@ def test_second_signal_abandons_the_save(tmp_path, status, signals):
     assert read(status)["stop"]["why"] == "second signal: save abandoned"
 
 
+def test_request_with_a_deadline_is_abandoned_when_deadline_and_extension_are_over(tmp_path, status, signals):
+    now = [0.0]
+    stopping = StopWatch(tmp_path, status, signals, needed_s=lambda: 25.0, monotonic=lambda: now[0])
+    ask(tmp_path, deadline_s=10)
+    assert stopping.look()
+    assert read(status)["stop"]["extend_s"] == 15.0
+
+    now[0] = 24.9
+    stopping.look()
+    assert not stopping.is_abandoned
+    now[0] = 25.1
+    stopping.look()
+
+    assert stopping.is_abandoned
+    assert read(status)["stop"] == {
+        "id": "s1",
+        "seen_at": 1000.0,
+        "extend_s": 0.0,
+        "why": "deadline: save abandoned",
+    }
+
+
+def test_degradation_is_cleared_when_it_works_again(status):
+    status.set_degraded("checkpoint", "disk full")
+    status.set_degraded("wandb", "offline")
+
+    status.clear_degraded("checkpoint")
+
+    assert read(status)["degraded"] == {"wandb": "offline"}
+
+
 def test_stop_file_decides_id_and_save(tmp_path, status, signals):
     ask(tmp_path, id="req-9", save=False)
     stopping = watch(tmp_path, status, signals)
