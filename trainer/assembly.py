@@ -24,6 +24,7 @@ from trainer.data.buckets import bucket_edges
 from trainer.data.corpus import Corpus, Sample
 from trainer.data.prompts import read_prompts
 from trainer.data.sampler import PackSampler
+from trainer.drafter.compiled import CompileGate
 from trainer.drafter.loss import FrozenEnds
 from trainer.drafter.model import Drafter, build_drafter
 from trainer.drafter.objective import Objective
@@ -383,9 +384,10 @@ def build_drafter_workers(
         packs_per_step=_own_packs_per_step(config),
         nodes=nodes,
     )
+    gate = CompileGate(board) if parts.attention == "flex" and len(parts.replicas) > 1 else None
     return tuple(
         _build_drafter_worker(
-            config, parts, lines, board, group=group, number=number, targets=targets, hooks=hooks
+            config, parts, lines, board, group=group, gate=gate, number=number, targets=targets, hooks=hooks
         )
         for number in range(len(parts.replicas))
     )
@@ -398,6 +400,7 @@ def _build_drafter_worker(
     board: Board,
     *,
     group: ReplicaGroup,
+    gate: CompileGate | None,
     number: int,
     targets: Sequence[TargetWorker],
     hooks: StepHooks,
@@ -425,6 +428,7 @@ def _build_drafter_worker(
         board=board,
         group=group,
         replica=number,
+        gate=gate,
         config=config,
         plan=parts.plan,
         attention=parts.attention,

@@ -249,7 +249,7 @@ def _pad_for_flex(
 ) -> tuple[PackedTokens, Tensor, Anchors]:
     """Pad to few distinct lengths: each new shape costs a compilation of 15 s and more."""
     length = tokens.input_ids_T.numel()
-    extra = _coarse_length(max(length, min_tokens)) - length
+    extra = coarse_length(max(length, min_tokens)) - length
     slots = len(anchors)
     while slots * block_size % FLEX_MULTIPLE:
         slots += 1
@@ -262,7 +262,7 @@ def _pad_for_flex(
     return padded, pad(features_TF, (0, 0, 0, extra)), pad_anchors(anchors, slots)
 
 
-def _coarse_length(length: int) -> int:
+def coarse_length(length: int) -> int:
     """Round up to a quarter of the next power of two (at most a quarter is padding), in whole tiles."""
     step = max(FLEX_MULTIPLE, (1 << max(length - 1, 1).bit_length()) // 8)
     return -(-length // step) * step

@@ -23,7 +23,8 @@ from torch import Tensor
 from trainer.config import TrainConfig
 from trainer.drafter.acceptance import BlockCounts, DeferredCounts
 from trainer.drafter.anchors import block_labels, select_anchors
-from trainer.drafter.loss import FrozenEnds, StepSums, microbatch_sums
+from trainer.drafter.compiled import CompileGate
+from trainer.drafter.loss import FrozenEnds, StepSums, coarse_length, microbatch_sums
 from trainer.drafter.model import Drafter
 from trainer.drafter.noise import noise_sigma, pack_seed
 from trainer.drafter.objective import Objective
@@ -122,6 +123,7 @@ class DrafterWorker:
     Args:
         group: of all replicas.
         replica: this one's number in it; 0 leads.
+        gate: kept while other workers of this process compile too; None where nothing is compiled.
         cpu_threads: asked before each step for the torch threads of this worker; None leaves them alone.
     """
 
@@ -140,6 +142,7 @@ class DrafterWorker:
         plan: StepPlan,
         attention: str,
         hooks: StepHooks,
+        gate: CompileGate | None = None,
         cpu_threads: Callable[[], int] | None = None,
     ) -> None:
         self.name = name
@@ -159,6 +162,7 @@ class DrafterWorker:
         self._attention = attention
         self._objective = Objective.from_config(config.loss)
         self._hooks = hooks
+        self._gate = gate
         self._cpu_threads = cpu_threads
         self._packs_done = plan.first_packs
         self._counts = self._no_counts()
@@ -288,6 +292,15 @@ class DrafterWorker:
         )
 
     def _accumulate(self, pack: FeaturePack) -> StepSums:
+        if self._gate is None:
+            return self._pass_through(pack)
+        # the device is one of the compiler's guards, and lengths are padded as in `loss`
+        length = coarse_length(max(pack.tokens.input_ids_T.numel(), self._config.loss.flex_min_tokens))
+        with self._gate.visit((self._drafter.device, length)):
+            return self._pass_through(pack)
+
+    def _pass_through(self, pack: FeaturePack) -> StepSums:
+        """Run forward and backward of one micro-batch."""
         loss, seed = self._config.loss, self._config.optim.seed
         block_size = self._config.drafter.block_size
         draw = pack_seed(run_seed=seed, epoch=pack.epoch, pack_id=pack.pack_id, stream="anchors")
