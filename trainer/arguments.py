@@ -119,7 +119,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-prompts", type=int, metavar="N", help="use N prompts, in turn from every domain (default: all)"
     )
     add("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
-    add("--batch-size", type=int, metavar="N", help="prompts at once (default: 1 on the CPU, 32 on a GPU)")
+    add("--batch-size", type=int, metavar="N", help="prompts at once (default: 8 on the CPU, 32 on a GPU)")
     add("--temperature", type=float, default=0.0, metavar="T", help="sample at T (default 0: greedy)")
     add(
         "--top-p",
