@@ -178,6 +178,9 @@ def target_budget(
     terms = target_weight_terms(target, last_layer=max(layers), runs_all=config.loss.uses_soft_labels)
     if device != "cpu":
         terms.append(slots_term(config, drafter, dtype=_target_dtype(config)))
+    if config.eval.every and device == config.devices.targets()[0]:
+        copy = count_parameters(drafter) * target.dtype.itemsize
+        terms.append(Term("drafter of the evaluation", copy, "a copy, as it would be exported"))
     terms += _moving_terms(needs, f"batch of {samples} x {length:,} tokens")
     return Budget(
         name=f"target on {device}",

@@ -7,10 +7,11 @@ decide. Activations depend on packs that are not known yet: the largest that the
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from trainer.config import TrainConfig
 from trainer.planning.budget import Budget
-from trainer.planning.facts import Facts, outline_facts
+from trainer.planning.facts import outline_facts
 from trainer.planning.fit import GIB, refusal
 
 _LOG = logging.getLogger(__name__)
@@ -26,17 +27,23 @@ def check_memory(config: TrainConfig) -> None:
         return
     longest = config.data.max_seq_len
     samples = max(1, min(config.data.max_batch_size, config.data.token_budget // longest))
-    facts = outline_facts(config, lengths=[longest] * samples)
-    judge(config, facts)
+    try:
+        budgets = outline_facts(config, lengths=[longest] * samples).device_budgets(config)
+    except Exception as error:  # noqa: BLE001 - a prediction that fails must not keep a run from starting
+        _LOG.warning(
+            "memory was not planned (%s: %s); training starts all the same", type(error).__name__, error
+        )
+        return
+    judge(budgets)
 
 
-def judge(config: TrainConfig, facts: Facts) -> None:
+def judge(budgets: Sequence[Budget]) -> None:
     """Refuse, warn, or say what will be needed.
 
     Raises:
         ConfigError: see `check_memory`.
     """
-    for budget in facts.device_budgets(config):
+    for budget in budgets:
         if budget.limit is None:
             continue
         if budget.certain > budget.limit:

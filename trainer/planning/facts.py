@@ -46,6 +46,8 @@ class Facts:
     """on the meta device"""
     lengths: Sequence[int]
     limits: Mapping[str, int] = field(default_factory=dict)
+    _dealt: dict[object, PackFacts] = field(default_factory=dict, repr=False, compare=False)
+    """packs by the settings they depend on"""
 
     def drafter(self, config: TrainConfig) -> DrafterConfig:
         """Return the drafter's shape."""
@@ -55,7 +57,11 @@ class Facts:
 
     def packs(self, config: TrainConfig) -> PackFacts:
         """Deal the samples; lengths are cut as loading does it."""
-        return pack_facts(config, [min(length, config.data.max_seq_len) for length in self.lengths])
+        key = (config.data, config.optim, config.devices)
+        if key not in self._dealt:
+            cut = [min(length, config.data.max_seq_len) for length in self.lengths]
+            self._dealt[key] = pack_facts(config, cut)
+        return self._dealt[key]
 
     def device_budgets(self, config: TrainConfig, *, only: str | None = None) -> list[Budget]:
         """Return one budget per device; workers that share a GPU share its budget.

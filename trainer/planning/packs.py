@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from trainer.config import TrainConfig
-from trainer.data.buckets import bucket_edges, bucket_of
+from trainer.data.buckets import bucket_edges
 from trainer.data.sampler import PackSampler
 
 
@@ -58,16 +60,18 @@ def pack_facts(config: TrainConfig, lengths: Sequence[int]) -> PackFacts:
         max_batch_size=data.max_batch_size,
     )
     plan = sampler.plan(0)
+    # a vector operation: there may be a million samples
+    buckets = np.searchsorted(np.asarray(edges), np.asarray(lengths), side="left")
     by_bucket: dict[int, list[int]] = {}
-    for length in lengths:
-        by_bucket.setdefault(bucket_of(int(length), edges), []).append(int(length))
+    for bucket, length in zip(buckets.tolist(), lengths, strict=True):
+        by_bucket.setdefault(bucket, []).append(length)
     worst = [_longest_together(members, config) for members in by_bucket.values()]
     common = max(by_bucket.values(), key=sum)
     total_packs = len(plan) * optim.epochs
     steps = -(-total_packs // (optim.grad_accum * len(config.devices.drafters())))
     return PackFacts(
         packs_per_epoch=len(plan),
-        tokens_per_epoch=sum(int(length) for length in lengths),
+        tokens_per_epoch=sum(lengths),
         total_packs=total_packs,
         total_steps=min(steps, optim.max_steps) if optim.max_steps else steps,
         worst_lengths=max(worst, key=sum),

@@ -21,8 +21,9 @@ from trainer.errors import ConfigError
 from trainer.flags import resolve
 from trainer.optim.adamw import AdamWSettings, MasterAdamW
 from trainer.pipeline import transfer
+from trainer.planning import check
 from trainer.planning.budget import Budget, Term, drafter_config_terms, slots_term, state_bytes
-from trainer.planning.check import judge
+from trainer.planning.check import check_memory, judge
 from trainer.planning.facts import Facts, outline_facts
 from trainer.planning.fit import GIB, find_ways_out, refusal, with_value
 from trainer.planning.meter import PeakMeter
@@ -385,11 +386,41 @@ def test_a_refusal_names_memory_term_bytes_and_way_out(gpu_config):
 def test_training_refuses_weights_that_no_setting_makes_fit_and_only_warns_of_activations(gpu_config, caplog):
     roomy = gpu_facts(gpu_config, 1 << 40).device_budgets(gpu_config)[1]
 
-    judge(gpu_config, gpu_facts(gpu_config, roomy.certain + 1))
+    judge(gpu_facts(gpu_config, roomy.certain + 1).device_budgets(gpu_config))
     with pytest.raises(ConfigError, match=r"no setting changes .* take a larger device"):
-        judge(gpu_config, gpu_facts(gpu_config, roomy.certain // 2))
+        judge(gpu_facts(gpu_config, roomy.certain // 2).device_budgets(gpu_config))
 
     assert "needs up to" in caplog.text
+
+
+def test_a_prediction_that_fails_keeps_no_run_from_starting(gpu_config, folder, caplog):
+    (folder / "strange").mkdir()
+    (folder / "strange" / "config.json").write_text('{"model_type": "nobody knows"}')
+    paths = dataclasses.replace(gpu_config.paths, target_model=str(folder / "strange"))
+
+    check_memory(dataclasses.replace(gpu_config, paths=paths))
+
+    assert "memory was not planned (ConfigError" in caplog.text
+
+
+def test_cpu_devices_are_not_checked(config, monkeypatch):
+    monkeypatch.setattr(check, "outline_facts", pytest.fail)
+
+    check_memory(config)
+
+
+def test_evaluation_needs_room_for_its_drafter_on_the_first_target(folder):
+    (folder / "prompts.jsonl").write_text("{}\n")
+    plain = make_config(folder, devices__target_gpus="0,1", devices__drafter_gpus="2")
+    evaluating = dataclasses.replace(
+        plain, eval=dataclasses.replace(plain.eval, every=5, prompts=str(folder / "prompts.jsonl"))
+    )
+    facts = dataclasses.replace(outline_facts(plain, lengths=[40] * 24), limits={})
+
+    without, room = facts.device_budgets(plain), facts.device_budgets(evaluating)
+
+    assert room[0].total > without[0].total
+    assert room[1:] == without[1:]
 
 
 def test_an_unknown_limit_is_unknown_not_enough(gpu_config):
