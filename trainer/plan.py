@@ -28,6 +28,7 @@ from trainer.planning.render import (
     ladder,
     render_budgets,
     render_packs,
+    render_shared_rates,
     render_split,
     split_record,
 )
@@ -92,7 +93,12 @@ def _throughput(
         measured = measure(config, drafter, packs)
         rates = measured.rates
     present = {*config.devices.targets(), *config.devices.drafters()}
-    gpus = arguments.gpus or (torch.cuda.device_count() if present != {"cpu"} else 0) or 2
+    if present == {"cpu"} and not arguments.gpus:
+        return render_shared_rates(rates), {
+            "measured": None if measured is None else _measured_record(measured),
+            "split": None,
+        }
+    gpus = arguments.gpus or torch.cuda.device_count() or len(present)
     best = best_split(gpus, rates)
     chosen = evaluate(len(config.devices.targets()), len(config.devices.drafters()), rates)
     text = render_split(rates, best, chosen, gpus=gpus, tokens=packs.tokens_per_epoch * config.optim.epochs)

@@ -81,6 +81,16 @@ def render_split(rates: Rates, best: Split, chosen: Split, *, gpus: int, tokens:
     return "\n".join(lines)
 
 
+def render_shared_rates(rates: Rates) -> str:
+    """Return the rates of workers that share one processor: there is nothing to divide."""
+    if not rates.is_measured:
+        return "rates  not measured"
+    return (
+        f"rates  target {rates.target:,.0f}, drafter {rates.drafter:,.0f} tokens/s, measured one at a time;\n"
+        "       on the CPU both share the cores"
+    )
+
+
 def budget_record(budget: Budget) -> dict[str, Any]:
     """Return one budget as JSON."""
     return {

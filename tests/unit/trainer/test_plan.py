@@ -468,10 +468,19 @@ def test_the_command_measures_and_recommends(folder, capsys, tmp_path):
     record = json.loads(record_file.read_text())
     assert code == 0
     assert record["measured"]["target_tokens_per_s"] > 0
+    assert record["measured"]["drafter_peak_bytes"] is None
     assert record["split"]["best"]["targets"] + record["split"]["best"]["drafters"] == 4
     assert "split  of 4: " in output.out
     assert [memory["name"] for memory in record["memory"]] == ["host", "disk of --output-dir"]
     assert record["packs"]["total_steps"] == 18
+
+
+@pytest.mark.usefixtures("_root_logger")
+def test_on_the_cpu_there_is_nothing_to_divide(folder, capsys):
+    code, output = plan(folder, capsys, "--no-measure")
+
+    assert code == 0
+    assert "split" not in output.out
 
 
 @pytest.mark.usefixtures("_root_logger")

@@ -23,6 +23,7 @@ from trainer.telemetry.metrics import (
 )
 from trainer.telemetry.nvml import NvmlReader, name_devices
 from trainer.telemetry.reporter import Reporter, Sources, progress_text
+from trainer.telemetry.setup import Telemetry
 from trainer.telemetry.sink import JsonlSink, WandbSink
 
 
@@ -248,6 +249,20 @@ def test_missing_nvml_is_a_reason_not_an_error(monkeypatch, module, reason):
 
     assert reader.read() == []
     assert reason in reader.reason
+
+
+def test_the_flag_against_gpu_metrics_reaches_the_reader_and_the_report(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(nvmlInit="must not be called"))
+    for name in ("model", "data", "out"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    flags = {f"--{flag}": str(tmp_path / name) for flag, name in PATHS.items()}
+
+    config = resolve({**flags, "--no-wandb-gpu-metrics": True}, environ={}).config
+    telemetry = Telemetry(config, has_cuda=False, has_wandb_key=False)
+
+    nvml = next(entry for entry in telemetry.found if entry.name == "nvml")
+    assert (nvml.level, nvml.is_on, nvml.reason) == ("off", False, "switched off by the configuration")
 
 
 def test_unwanted_nvml_is_not_touched(monkeypatch):
