@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 FILL_TOKENS = 16_384
 """Most padded prompt tokens in one forward; bounds its activations."""
+FILL_STEP = 32
+"""Prompts are padded to a multiple of this."""
 FEWEST_ROWS = 64
 """On CUDA a step with fewer rows takes no less time."""
 REPORT_S = 10.0
@@ -229,7 +231,7 @@ class SlotDecoder:
         for slot, request in chosen:
             self._seats[slot] = _Seat(request, len(request.input_ids) - 1)
         self._seat(chosen)
-        for batch in _fill_batches(chosen, self.width_step):
+        for batch in _fill_batches(chosen):
             self._fill(batch)
 
     def _seat(self, chosen: Sequence[tuple[int, Request]]) -> None:
@@ -252,7 +254,7 @@ class SlotDecoder:
 
         What padding leaves there is overwritten by the row's own tokens before anything attends to it.
         """
-        length = _ceil(max(len(request.input_ids) for _, request in batch) - 1, self.width_step)
+        length = _ceil(max(len(request.input_ids) for _, request in batch) - 1, FILL_STEP)
         length = min(length, self._cache.positions)
         ids_MP = torch.zeros(len(batch), length, dtype=torch.int64)
         for row, (_, request) in enumerate(batch):
@@ -374,7 +376,7 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _fill_batches(chosen: Sequence[tuple[int, Request]], width_step: int) -> list[list[tuple[int, Request]]]:
+def _fill_batches(chosen: Sequence[tuple[int, Request]]) -> list[list[tuple[int, Request]]]:
     """Cut into batches of similar length below `FILL_TOKENS`; prompts of one token need no filling."""
     batches: list[list[tuple[int, Request]]] = []
     longest = 0
@@ -383,7 +385,7 @@ def _fill_batches(chosen: Sequence[tuple[int, Request]], width_step: int) -> lis
             continue
         if not batches or (len(batches[-1]) + 1) * longest > FILL_TOKENS:
             batches.append([])
-            longest = _ceil(len(request.input_ids), width_step)
+            longest = _ceil(len(request.input_ids), FILL_STEP)
         batches[-1].append((slot, request))
     return batches
 
