@@ -76,6 +76,11 @@ THINKING = """
 """
 """Drops the thinking of answers before the last question; writes an empty block where there was none."""
 
+OPEN_BLOCK = THINKING.replace("set answer = m.content", "set answer = (m.content | trim)").replace(
+    "{%- endif -%}\n{%- endif -%}\n", "{%- else -%}{{- '<think>\n' -}}{%- endif -%}\n{%- endif -%}\n"
+)
+"""As `THINKING`, but trims, and the generation prompt opens the block that rendered answers have."""
+
 OBJECT_TOOLS = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
     "{% for call in m.tool_calls or [] %}[call {{ call.function.name }}"
@@ -110,6 +115,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], str]] = {
     ),
     "gemma": (GEMMA, ("<bos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
     "thinking": (THINKING, ("<|im_start|>", "<|im_end|>", "<think>", "</think>"), "<|im_end|>"),
+    "open_block": (OPEN_BLOCK, ("<|im_start|>", "<|im_end|>", "<think>", "</think>"), "<|im_end|>"),
     "object_tools": (OBJECT_TOOLS, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
     "open_thinking": (OPEN_THINKING, ("<|bos|>", "<|User|>", "<|Assistant|>", "<|eos|>"), "<|eos|>"),
     "plain_space": (PLAIN_SPACE, ("<s>", "</s>"), "</s>"),

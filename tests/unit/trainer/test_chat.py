@@ -94,7 +94,10 @@ def test_supervised_tokens_spell_byte_by_byte_what_was_said_behind_the_exact_pro
             assert spelled == answer + stop_of(family)
         prompt = encode_prompt(tokenizer, messages[: turn.message])
         start = sample.input_ids[: turn.start]
-        if family != "thinking":
+        if family == "open_block":
+            assert tokenizer.decode(start).startswith(tokenizer.decode(prompt))
+            assert "<think>\n\n</think>\n\n".startswith(tokenizer.decode(start).split("assistant\n")[-1])
+        elif family != "thinking":
             assert start == prompt
         else:
             # Behind the prompt may stand the empty thinking block that the template writes.
@@ -120,6 +123,21 @@ def test_a_template_that_drops_earlier_thinking_gives_a_sample_per_answer():
         chat_tokenizer("thinking"), messages[:3]
     )
     assert not chat.lost
+
+
+def test_thinking_behind_a_prompt_that_opens_its_block_begins_behind_the_opening():
+    messages = [user("one"), said("two", reasoning_content="I count"), user("three"), said("four")]
+
+    first, second = encode("open_block", messages).samples
+
+    assert spoken("open_block", first) == ["I count\n</think>\n\ntwo<|im_end|>"]
+    assert first.input_ids[: first.turns[0].start] == encode_prompt(
+        chat_tokenizer("open_block"), messages[:1]
+    )
+    assert spoken("open_block", second) == ["four<|im_end|>"]
+    assert read("open_block", second).endswith(
+        "three<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
 
 
 def test_thinking_inside_the_text_is_supervised_as_it_was_said():
