@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -160,7 +161,7 @@ class OnlineEvaluation:
     def _replay(
         self, drafter: Drafter, ends: FrozenEnds, results: Sequence[SpeculativeResult]
     ) -> AcceptanceReading | None:
-        """Run what was decoded through the training path."""
+        """Run the very blocks that were decoded through the training path."""
         samples = [
             Sample(
                 input_ids_T=np.asarray([*prompt, *result.token_ids], dtype=np.int32),
@@ -169,7 +170,12 @@ class OnlineEvaluation:
             )
             for prompt, result in zip(self._prompts, results, strict=True)
         ]
-        return expected_acceptance(self._target, drafter, ends, samples, self._pass)
+        # a block starts at the newest token that was committed before it; the prefill gives the first one
+        starts = [
+            [len(prompt) + before for before in accumulate(result.accept_counts[:-1], initial=0)]
+            for prompt, result in zip(self._prompts, results, strict=True)
+        ]
+        return expected_acceptance(self._target, drafter, ends, samples, self._pass, starts=starts)
 
     def _judge(
         self, held_out: Estimate, outputs: Estimate, results: Sequence[SpeculativeResult]

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trainer.data.collate import collate
+from trainer.data.collate import TargetBatch, collate
 from trainer.data.corpus import Sample
 from trainer.drafter.acceptance import AcceptanceReading, BlockCounts, summarize
-from trainer.drafter.anchors import anchor_candidates, block_labels, select_anchors
+from trainer.drafter.anchors import Anchors, anchor_candidates, block_labels, select_anchors
 from trainer.drafter.loss import FrozenEnds, microbatch_sums
 from trainer.drafter.model import Drafter
-from trainer.pipeline.messages import FeaturePack
+from trainer.pipeline.messages import FeaturePack, PackedTokens
 from trainer.target.capture import Target
 
 _BATCH_TOKENS = 8192
@@ -45,7 +45,13 @@ class ForcedPass:
 
 @torch.no_grad()
 def expected_acceptance(
-    target: Target, drafter: Drafter, ends: FrozenEnds, samples: Sequence[Sample], settings: ForcedPass
+    target: Target,
+    drafter: Drafter,
+    ends: FrozenEnds,
+    samples: Sequence[Sample],
+    settings: ForcedPass,
+    *,
+    starts: Sequence[Sequence[int]] | None = None,
 ) -> AcceptanceReading | None:
     """Count how far the drafter would get from fixed anchors.
 
@@ -55,15 +61,21 @@ def expected_acceptance(
         ends: the target's embedding and head for it.
         samples: texts with the positions that count.
         settings: see there.
+        starts: per sample where its blocks start, in ascending order; None draws them, always the same.
 
     Returns:
         The reading, or None when a stop came in between.
     """
     counts = BlockCounts.zeros(drafter.config.block_size, drafter.device)
-    for number, batch in enumerate(_batches(samples)):
+    for number, chosen in enumerate(_batches(samples)):
         if settings.is_stopping():
             return None
-        counts = counts + _count(target, drafter, ends, batch, settings, number)
+        batch = collate([samples[index] for index in chosen], pad_id=target.info.pad_token_id or 0)
+        if starts is None:
+            anchors = _draw(batch.tokens, drafter.config.block_size, settings, number)
+        else:
+            anchors = _place(batch.tokens, [starts[index] for index in chosen])
+        counts = counts + _count(target, drafter, ends, batch, anchors, settings)
         settings.beat()
     # host sync: once an evaluation, its figures are wanted now
     return summarize(
@@ -76,29 +88,44 @@ def expected_acceptance(
     )
 
 
-def _batches(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Group samples of similar length so that a padded batch stays small."""
-    batches: list[list[Sample]] = []
-    for sample in sorted(samples, key=lambda one: len(one.input_ids_T)):
-        width = len(sample.input_ids_T)
+def _batches(samples: Sequence[Sample]) -> list[list[int]]:
+    """Group samples of similar length, by index, so that a padded batch stays small."""
+    batches: list[list[int]] = []
+    for index in sorted(range(len(samples)), key=lambda one: len(samples[one].input_ids_T)):
+        width = len(samples[index].input_ids_T)
         if not batches or (len(batches[-1]) + 1) * width > _BATCH_TOKENS:
             batches.append([])
-        batches[-1].append(sample)
+        batches[-1].append(index)
     return batches
+
+
+def _draw(tokens: PackedTokens, block_size: int, settings: ForcedPass, number: int) -> Anchors:
+    """Draw anchors that depend on nothing but the seed and the batch."""
+    count = min(anchor_candidates(tokens).numel(), settings.max_anchors)
+    rng = np.random.default_rng([settings.seed, number])
+    return select_anchors(tokens, max(1, count), block_size=block_size, rng=rng)
+
+
+def _place(tokens: PackedTokens, starts: Sequence[Sequence[int]]) -> Anchors:
+    """Put anchors where blocks really started, as far as a token follows there."""
+    begins = (tokens.position_T == 0).nonzero().flatten().tolist()
+    wanted = [begin + start for begin, row in zip(begins, starts, strict=True) for start in row]
+    possible = set(anchor_candidates(tokens).tolist())
+    position_A = torch.tensor([position for position in wanted if position in possible], dtype=torch.int64)
+    return Anchors(position_A=position_A, valid_A=torch.ones(len(position_A), dtype=torch.bool))
 
 
 def _count(
     target: Target,
     drafter: Drafter,
     ends: FrozenEnds,
-    samples: Sequence[Sample],
+    batch: TargetBatch,
+    anchors: Anchors,
     settings: ForcedPass,
-    number: int,
 ) -> BlockCounts:
-    batch = collate(samples, pad_id=target.info.pad_token_id or 0)
-    candidates = anchor_candidates(batch.tokens).numel()
-    if not candidates:
-        return BlockCounts.zeros(drafter.config.block_size, drafter.device)
+    size = drafter.config.block_size
+    if not bool(anchors.valid_A.any()):
+        return BlockCounts.zeros(size, drafter.device)
     with settings.lock:
         hidden_BSLD, _ = target.hidden_states(
             batch.input_ids_BS, batch.attention_mask_BS, drafter.config.target_layer_ids
@@ -106,19 +133,12 @@ def _count(
     features_TLD = hidden_BSLD.flatten(0, 1).index_select(0, batch.valid_rows_T.to(hidden_BSLD.device))
     pack = FeaturePack(
         epoch=0,
-        pack_id=number,
+        pack_id=0,
         bucket=0,
         tokens=batch.tokens,
         features_TLD=features_TLD,
         last_hidden_TD=None,
         nbytes=features_TLD.nbytes,
-    )
-    size = drafter.config.block_size
-    anchors = select_anchors(
-        batch.tokens,
-        min(candidates, settings.max_anchors),
-        block_size=size,
-        rng=np.random.default_rng([settings.seed, number]),
     )
     return microbatch_sums(
         drafter,

@@ -190,7 +190,9 @@ _EVAL = (
     Field("eval/held_out_eal", "tokens", "now", "expected acceptance length on the held-out samples"),
     Field("eval/held_out_eal_blocks", "blocks", "now", "complete blocks that it was counted on"),
     Field("eval/held_out_eal_per_offset/*", "ratio", "now", "share of these right up to this offset"),
-    Field("eval/output_eal", "tokens", "now", "expected acceptance length on the texts just decoded"),
+    Field(
+        "eval/output_eal", "tokens", "now", "expected acceptance length of the very blocks that were decoded"
+    ),
     Field("eval/output_eal_blocks", "blocks", "now", "complete blocks that it was counted on"),
     Field("eval/output_eal_per_offset/*", "ratio", "now", "share of these right up to this offset"),
     Field("eval/eal", "tokens", "now", "the one that reality is compared with: held out where known"),

@@ -97,6 +97,28 @@ def test_every_field_of_the_record_is_documented(target, samples, trained) -> No
     assert field_paths({"eval": record}) == documented
 
 
+@pytest.mark.parametrize("steps", [0, 40], ids=["untrained", "half trained"])
+def test_the_training_path_finds_the_very_counts_of_decoding(target, samples, steps: int) -> None:
+    drafter = overfit(target, samples, steps=steps)
+    record = _evaluation(target).measure(drafter, 2)
+    exported, counts = as_exported(drafter, target), []
+
+    for prompt in PROMPTS:
+        result = speculative_generate(
+            target, exported, prompt, max_new_tokens=NEW_TOKENS, eos_ids=target.info.stop_ids
+        )
+        before = 0
+        for count in result.accept_counts:
+            if before + 3 < len(
+                result.token_ids
+            ):  # a block that the end of the text cuts has no full estimate
+                counts.append(count)
+            before += count
+
+    assert record["output_eal_blocks"] == len(counts)
+    assert record["output_eal"] == pytest.approx(sum(counts) / len(counts))
+
+
 def test_hidden_states_of_the_wrong_layer_in_decoding_trip_the_alarm(target, samples, trained) -> None:
     record = _evaluation(ShiftedTarget(target), samples).measure(trained, 2)
 
