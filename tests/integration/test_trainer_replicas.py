@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from tests.support.tiny import tiny_target, write_tiny_corpus
 from tests.support.trainer_runs import metrics_lines, read_status, run_here, settings_for
+from trainer.drafter import worker
 from trainer.drafter.worker import DrafterWorker
 from trainer.errors import PipelineError
 from trainer.optim.adamw import MasterAdamW
@@ -164,6 +165,29 @@ def test_replicas_that_come_apart_end_the_run_before_the_next_checkpoint(tiny, t
 
     saved = sorted(path.name for path in (tmp_path / "out" / "lineage-0000" / "state").glob("step-*"))
     assert saved == ["step-00000002"]
+
+
+def test_replicas_that_come_apart_between_checkpoints_are_found_by_the_running_checksum(
+    tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(worker, "CHECKSUM_EVERY", 2)
+    real = DrafterWorker.train_step
+    last = []
+
+    def train_step(self):
+        if self._replica == 1 and self.step == 3:
+            next(iter(self._optimizer._masters.values())).view(torch.int32).flatten()[0] ^= 1
+        last.append(self.step)
+        return real(self)
+
+    monkeypatch.setattr(DrafterWorker, "train_step", train_step)
+    changes = {"devices__drafter_gpus": "cpu,cpu", "optim__epochs": 50}
+
+    with pytest.raises(PipelineError, match="drafter-cpu1 no longer equal drafter-cpu0"):
+        run_here(settings_for(*tiny, tmp_path / "out", **changes))
+
+    # made at step 3, in the checksum of step 4, compared when step 5 closes
+    assert max(last) == 4
 
 
 def test_golden_21_replica_that_gets_no_pack_at_the_end_of_the_data_brings_zeros(tiny, tmp_path, packs):
