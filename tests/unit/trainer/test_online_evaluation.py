@@ -211,6 +211,16 @@ def test_either_direction_is_an_alarm(length: float) -> None:
     assert judge(GOOD, real, on_outputs=GOOD, limit=0.3, min_blocks=64).reason is not None
 
 
+def test_decoding_that_parts_from_its_own_blocks_is_an_alarm_whatever_held_out_texts_say() -> None:
+    real = Estimate(length=1.2, blocks=100)
+
+    judgement = judge(real, real, on_outputs=GOOD, limit=0.3, min_blocks=64)
+
+    assert judgement.gap == 0.0
+    assert "3.00 and real one 1.20" in judgement.reason
+    assert "layer ids" in judgement.reason
+
+
 def test_an_estimate_that_is_right_on_the_outputs_points_to_the_data() -> None:
     real = Estimate(length=1.2, blocks=100)
 
