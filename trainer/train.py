@@ -446,7 +446,12 @@ class Trainer:
             self._evaluate(self._evaluation, step)
 
     def _evaluate(self, evaluation: OnlineEvaluation, step: int) -> None:
-        with self._status.during("evaluating"), self._board.quiet("evaluation"):
+        limit_s = self.config.queue.stall_s
+        with (
+            self._status.during("evaluating"),
+            # workers wait meanwhile: the limit counts from one group of prompts to the next
+            self._board.quiet("evaluation", limit_s=limit_s, key="queue.stall_s"),
+        ):
             record = evaluation.measure(self._parts.drafter, step)
         if record is None:
             _LOG.info("evaluation at step %d given up for a stop", step)

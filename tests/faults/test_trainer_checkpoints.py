@@ -23,10 +23,15 @@ from pathlib import Path
 
 import torch
 
+from tests.support.tiny_drafter import make_drafter
+from trainer.checkpoint.export import export_drafter
 from trainer.checkpoint.lineage import choose_start
 from trainer.checkpoint.state import TrainState, read_state, write_state
 from trainer.checkpoint.store import KINDS, CheckpointStore, verify
 
+# small, so that most byte offsets lie in the state that follows the export
+tiny = dict(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_key_value_heads=1, head_dim=8)
+drafter = make_drafter(**tiny)
 out = Path(sys.argv[1])
 limits = json.loads(sys.argv[2])
 watched = ("open", "os.", "shutil.", "fsync")
@@ -36,7 +41,7 @@ def save(step):
     store = CheckpointStore(out / "lineage-0000")
     tensors = {"master.w": torch.full((4096,), float(step)), "consumed.epoch-0000": torch.zeros(3)}
     state = TrainState(step=step, tokens=step, meta={"pad": "x" * 500}, tensors=tensors)
-    store.save("export", step, functools.partial(write_state, state))
+    store.save("export", step, lambda path: export_drafter(drafter, {}, path))
     store.save("state", step, functools.partial(write_state, state))
     store.prune(2, verified=step)
 
@@ -91,7 +96,7 @@ def report(kind, number, step, code):
     newest, half, good = look()
     store = CheckpointStore(out / "lineage-0000")
     store.prepare()
-    left = [str(path) for path in out.rglob(".tmp-*")]
+    left = [str(path) for path in out.rglob(".*")]
     line = {"kind": kind, "at": number, "step": step, "code": code, "newest": newest}
     print(json.dumps(line | {"half": half, "good": good, "left": left}), flush=True)
 

@@ -119,6 +119,24 @@ def test_t1_disk_that_never_answers_stalls_by_the_limit_of_checkpoints(
     assert "thread checkpoint" in stacks_in(caplog)
 
 
+def test_t1_evaluation_that_hangs_is_found(tiny, tmp_path, monkeypatch, caplog, release):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "prompt": "say it"}\n')
+
+    def planted_hang(*_args, **_options):
+        release.wait(60)
+        raise RuntimeError("released")
+
+    monkeypatch.setattr("trainer.eval.online.OnlineEvaluation.measure", planted_hang)
+
+    with pytest.raises(StalledError, match=r"nothing moved for .* queue\.stall_s"):
+        run_here(
+            settings_for(*tiny, tmp_path / "out", queue__stall_s=0.8, eval__every=2, eval__prompts=prompts)
+        )
+
+    assert "in planted_hang" in stacks_in(caplog)
+
+
 def test_t1_start_that_hangs_ends_the_process_by_its_own_limit(tiny, tmp_path, monkeypatch, caplog, release):
     codes = []
 

@@ -66,25 +66,3 @@ def test_sigterm_while_libraries_load_is_a_stop_too(start, tmp_path):
 
     assert process.wait(60) == 9, (tmp_path / "log").read_text()
     assert not (tmp_path / "out" / "lineage-0000" / "state").exists()
-
-
-def test_run_killed_while_saving_resumes_from_what_verifies(start, tmp_path):
-    process = start(checkpoint__every=1)
-    await_status(process, tmp_path / "run", lambda status: status["step"] >= 5)
-    await_status(process, tmp_path / "run", in_phase("checkpointing"))
-    process.kill()
-    assert process.wait(30) == -signal.SIGKILL
-    newest = lineage(tmp_path).find_newest()
-    assert newest.skipped == ()
-    assert newest.step >= 3  # step 4 may still have been on its way to the disk
-
-    process = start()
-    await_status(
-        process,
-        tmp_path / "run",
-        lambda status: status["pid"] == process.pid and status["step"] > newest.step,
-    )
-    process.send_signal(signal.SIGTERM)
-
-    assert process.wait(60) == 9
-    assert f"resumed from {newest.path}" in (tmp_path / "log").read_text()

@@ -59,7 +59,8 @@ class CheckpointStore:
                 folder.mkdir(parents=True)
                 for parent in (folder, self.lineage_dir, self.lineage_dir.parent):
                     _sync(parent)
-            for leftover in folder.glob(".tmp-*"):
+            # whatever is hidden here is of a save that never ended, or was on its way out
+            for leftover in folder.glob(".*"):
                 _LOG.info("removed an unfinished save: %s", leftover)
                 shutil.rmtree(leftover, ignore_errors=True)
 
