@@ -47,9 +47,13 @@ def _dense(q_BHQE: Tensor, k_BGSE: Tensor, v_BGSE: Tensor, visible_QS: Tensor, s
 
 
 def _sdpa(q_BHQE: Tensor, k_BGSE: Tensor, v_BGSE: Tensor, visible_QS: Tensor | None, scale: float) -> Tensor:
-    is_grouped = q_BHQE.shape[1] != k_BGSE.shape[1]
+    groups = q_BHQE.shape[1] // k_BGSE.shape[1]
+    if groups > 1 and visible_QS is not None and q_BHQE.device.type == "cuda":
+        # with a mask, no fused kernel of torch groups heads: it would spell all scores out
+        k_BGSE, v_BGSE = (x.repeat_interleave(groups, dim=1) for x in (k_BGSE, v_BGSE))
+        groups = 1
     return scaled_dot_product_attention(
-        q_BHQE, k_BGSE, v_BGSE, attn_mask=visible_QS, scale=scale, enable_gqa=is_grouped
+        q_BHQE, k_BGSE, v_BGSE, attn_mask=visible_QS, scale=scale, enable_gqa=groups > 1
     )
 
 

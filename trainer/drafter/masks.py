@@ -15,17 +15,17 @@ Dimension suffixes: T context tokens, A anchors, Q block rows (A times block siz
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from trainer.drafter.anchors import Anchors
-from trainer.drafter.compiled import compile_per_shape
+from trainer.drafter.tiles import TILE, Stretches, find_tiles, ordered
 from trainer.errors import ConfigError
 from trainer.pipeline.messages import PackedTokens
 
@@ -37,7 +37,7 @@ SLIDING = "sliding_attention"
 SEGMENT_ROWS = 256
 """Block rows that one sdpa call takes; more would spend most of its scores on other blocks' keys."""
 
-FLEX_MULTIPLE = 128
+FLEX_MULTIPLE = TILE
 """FlexAttention's tile: query and context lengths are padded to a multiple of it."""
 
 MaskMod = Callable[[Any, Any, Any, Any], Tensor]
@@ -261,22 +261,38 @@ def _build_flex(layout: BlockLayout, window: int | None, device: torch.device) -
         )
     if device.type == "meta":  # a dry run of `planning`: the mask is small, the kernel does not run
         return FlexMask(None)
-    on_device = layout.to(device)
-    mask = _compiled_create_block_mask()(
-        make_mask_mod(on_device, window),
-        None,
-        None,
-        layout.block_rows,
-        layout.context_rows + layout.block_rows,
-        device=str(device),
+    return FlexMask(block_mask(layout, window, device))
+
+
+def block_mask(layout: BlockLayout, window: int | None, device: torch.device) -> BlockMask:
+    """Build FlexAttention's mask without a grid: its tiles follow from the anchors, on the CPU."""
+    some_MN, every_MN = find_tiles(
+        _stretches(layout, window), block_size=layout.block_size, context_rows=layout.context_rows
     )
-    return FlexMask(mask)
+    part_MN = some_MN & ~every_MN
+    pairs = (ordered(part_MN), ordered(every_MN), ordered(part_MN.T), ordered(every_MN.T))
+    names = ("kv", "full_kv", "q", "full_q")
+    lists: dict[str, Any] = {}
+    for name, (counts, numbers) in zip(names, pairs, strict=True):
+        lists[f"{name}_num_blocks"] = to_device(counts, device)
+        lists[f"{name}_indices"] = to_device(numbers, device)
+    return BlockMask(
+        seq_lengths=(layout.block_rows, layout.context_rows + layout.block_rows),
+        BLOCK_SIZE=(TILE, TILE),
+        mask_mod=make_mask_mod(layout.to(device), window),
+        **lists,
+    )
 
 
-@functools.cache
-def _compiled_create_block_mask() -> Callable[..., Any]:
-    """Compile on first use: the uncompiled function materialises the whole grid."""
-    return compile_per_shape(create_block_mask)
+def _stretches(layout: BlockLayout, window: int | None) -> Stretches:
+    end = layout.anchor_index_A.numpy().astype(np.int64)
+    document = end - layout.anchor_position_A.numpy()
+    start = narrow = document
+    if window is not None:
+        start = np.maximum(document, end - window + 1)
+        narrow = np.maximum(document, end + layout.block_size - window)
+    sees = layout.valid_A.numpy() & (layout.anchor_doc_A.numpy() >= 0)
+    return Stretches(start_A=start, narrow_start_A=narrow, end_A=np.where(sees, end, start))
 
 
 def _build_segments(layout: BlockLayout, window: int | None, device: torch.device) -> LayerMask:

@@ -33,6 +33,14 @@ def test_info_states_what_the_config_says(directory):
     assert (info.eos_token_id, info.pad_token_id, info.stop_ids) == (END_ID, 0, frozenset({END_ID}))
 
 
+def test_attention_that_plans_anew_for_each_shape_is_off(directory):
+    torch.backends.cuda.enable_cudnn_sdp(enabled=True)
+
+    load(directory)
+
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_ends_are_frozen_and_of_the_asked_dtype(directory):
     target = load_target(directory, device="cpu", dtype=torch.bfloat16)
 
