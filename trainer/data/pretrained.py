@@ -101,7 +101,7 @@ def load_causal_lm(
             config.model_type,
         )
         attn = "eager"
-    # cuDNN's attention makes a plan for each new shape, and packs, drafts and prompts change shape all the time
+    # cuDNN's attention plans anew for each shape, and packs, drafts and prompts change shape all the time
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     hf_logging.disable_progress_bar()
     try:

@@ -19,7 +19,7 @@ from trainer.drafter import shape
 from trainer.drafter.acceptance import BlockCounts, DeferredCounts, count_blocks, summarize
 from trainer.drafter.anchors import block_labels, pad_anchors
 from trainer.drafter.cache import DraftCache
-from trainer.drafter.loss import _coarse_length, _pad_for_flex, block_hidden, microbatch_sums
+from trainer.drafter.loss import _pad_for_flex, block_hidden, coarse_length, microbatch_sums
 from trainer.drafter.masks import FULL, SLIDING
 from trainer.drafter.model import build_drafter, default_target_layer_ids
 from trainer.drafter.noise import noise_sigma, pack_seed
@@ -255,11 +255,11 @@ def test_head_chunks_below_one_row_are_refused() -> None:
 
 
 def test_flex_shapes_are_few_and_whole_tiles() -> None:
-    lengths = {_coarse_length(length) for length in range(1, 8193)}
+    lengths = {coarse_length(length) for length in range(1, 8193)}
 
     assert all(length % 128 == 0 for length in lengths)
     assert len(lengths) <= 24
-    assert all(length <= _coarse_length(length) <= max(128, 1.25 * length + 128) for length in range(1, 8193))
+    assert all(length <= coarse_length(length) <= max(128, 1.25 * length + 128) for length in range(1, 8193))
 
 
 @pytest.mark.parametrize("length", [1, 40, 300, 512])
