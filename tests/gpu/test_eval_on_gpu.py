@@ -91,6 +91,21 @@ def test_a_draft_of_one_prompt_does_not_wait(target, monkeypatch) -> None:
     assert len(_generate(target, drafter, PROMPTS[3]).token_ids) == NEW_TOKENS
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_verify_of_one_prompt_waits_only_for_its_verdict(target, monkeypatch, size: int) -> None:
+    drafter, step = make_drafter(seed=3).to("cuda"), speculative._Decoder._step
+    _generate(target, drafter, PROMPTS[4], block_size=size)
+    strict = _strictly(step)
+    # the prefill reads its first token anyway
+    monkeypatch.setattr(
+        speculative._Decoder,
+        "_step",
+        lambda self, ids: (strict if ids.shape[1] <= size else step)(self, ids),
+    )
+
+    assert len(_generate(target, drafter, PROMPTS[4], block_size=size).token_ids) == NEW_TOKENS
+
+
 def test_times_are_those_of_the_device(target) -> None:
     drafter = make_drafter(seed=3).to("cuda")
     plan = SpeedPlan(prompts=[2, 5], rounds=2, max_new_tokens=NEW_TOKENS)
