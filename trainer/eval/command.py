@@ -139,13 +139,7 @@ def evaluate(
         "skipped_prompts": dict(prompt_file.skipped),
         "trained_block_size": model.config.block_size,
         **plan.as_dict(),
-        "device": str(place),
-        "device_name": torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu",
-        "dtype": str(dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "command": sys.argv[1:],
-        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "code": describe_code(),
+        **_describe_process(place, dtype),
         "warnings": warnings,
     }
     report = build_report(blocks, setting=setting, trained_block_size=model.config.block_size)
@@ -157,6 +151,19 @@ def evaluate(
         text = render_markdown(report, plot=_relative(plot_path, markdown_path))
         _write("--markdown", markdown_path, lambda path: path.write_text(text))
     return report
+
+
+def _describe_process(place: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Return what the figures depend on beside the settings: device, versions, command."""
+    return {
+        "device": str(place),
+        "device_name": torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu",
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "command": sys.argv[1:],
+        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "code": describe_code(),
+    }
 
 
 def parse_block_sizes(text: str | None) -> tuple[int, ...]:
