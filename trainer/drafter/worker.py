@@ -1,7 +1,7 @@
 """The drafter worker: one thread per drafter device, from hidden states to optimizer steps.
 
-Started by `trainer.train` through `pipeline.workers`. Owns the step loop, the interval metrics and the record
-of consumed packs' callbacks; what happens between steps (checkpoint, evaluation) is handed in. Several
+Started by `trainer.train` through `pipeline.workers`. Owns the step loop and the record of consumed
+packs' callbacks; what happens between steps (checkpoint, evaluation) is handed in. Several
 workers make one step together (`optim.replicas`); the first of them leads: it alone reports and calls the
 hooks. The steady step never reads a device value on the host. Must not know the target.
 
@@ -10,25 +10,23 @@ Dimension suffixes: as in `drafter.loss`.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.config import TrainConfig
-from trainer.drafter.acceptance import BlockCounts, DeferredCounts
+from trainer.drafter.acceptance import BlockCounts
 from trainer.drafter.anchors import block_labels, select_anchors
 from trainer.drafter.compiled import CompileGate
+from trainer.drafter.interval import IntervalLog, StepTotals
 from trainer.drafter.loss import FrozenEnds, StepSums, coarse_length, microbatch_sums
 from trainer.drafter.model import Drafter
 from trainer.drafter.noise import noise_sigma, pack_seed
 from trainer.drafter.objective import Objective
-from trainer.errors import NonFiniteError
 from trainer.optim.adamw import MasterAdamW
 from trainer.optim.replicas import ReplicaGroup, StepResult, StepShare
 from trainer.optim.schedule import learning_rate
@@ -38,8 +36,6 @@ from trainer.pipeline.timers import DeferredScalars, WorkerStats
 from trainer.pipeline.transfer import Receiver
 from trainer.pipeline.workers import Board
 from trainer.telemetry.metrics import IntervalReport
-
-_LOG = logging.getLogger(__name__)
 
 CHECKSUM_EVERY = 100
 """Optimizer steps between two comparisons of the replicas' parameters."""
@@ -76,45 +72,6 @@ class StepHooks:
     first_pack: Callable[[], None]
     after_step: Callable[[int], None]
     at_end: Callable[[int], None]
-
-
-class StepTotals(NamedTuple):
-    """Whole numbers of one step that are known on the host."""
-
-    tokens: int = 0
-    rows: int = 0
-    blocks: int = 0
-    supervised: int = 0
-
-    def __add__(self, other: tuple[int, ...]) -> StepTotals:  # type: ignore[override]
-        return StepTotals(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
-
-
-@dataclass(slots=True, kw_only=True)
-class _Interval:
-    """Sums over all replicas since the last report; the tensors stay on the device."""
-
-    numerator: Tensor
-    denominator: Tensor
-    counts: BlockCounts
-    rows: int = 0
-    blocks: int = 0
-    packs: int = 0
-    tokens: int = 0
-    supervised: int = 0
-    started_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pending:
-    """A report whose device values are still on their way."""
-
-    step: int
-    tokens: int
-    scalars: DeferredScalars
-    counts: DeferredCounts
-    train: Mapping[str, Any]
-    batch: Mapping[str, Any]
 
 
 class DrafterWorker:
@@ -168,14 +125,9 @@ class DrafterWorker:
         self._counts = self._no_counts()
         """right predictions of the present step"""
         self._checksum: DeferredScalars | None = None
-        self._interval = self._new_interval()
-        self._pending: _Pending | None = None
+        self._log = IntervalLog(config, optimizer, device=drafter.device, report=hooks.report)
         self._used: Mapping[str, float] = {}
         """rate and noise of the latest completed step"""
-        self._recent_packs: list[str] = []
-        # host sync: once, before the first step
-        self._skipped_seen = optimizer.skipped.item()
-        self._tokens_per_s_ema: float | None = None
         self._has_begun = False
         self.step_seconds = 0.0
         """duration of the latest optimizer step, waiting included"""
@@ -197,7 +149,9 @@ class DrafterWorker:
                 self._hooks.after_step(self.step)
         self._prove_equal()
         if self._is_lead:
-            self._flush_report()
+            if not self._log.is_empty and self.step > self._plan.first_step:
+                self._start_report(epoch=self._config.optim.epochs - 1)
+            self._log.finish()
             self._hooks.at_end(self.step)
 
     def warm_up(self, pack: FeaturePack) -> None:
@@ -241,7 +195,7 @@ class DrafterWorker:
             self._group.sum_tensors(
                 self._replica, [*self._optimizer.pending_sums(), *_tensors_of(self._counts)]
             )
-        self._add_to_interval(result)
+        self._add_to_log(result)
 
         # divide by the weight of the whole step, check, clip, update: all on the device
         lr = self._lr()
@@ -256,7 +210,7 @@ class DrafterWorker:
         if self._is_lead:
             for epoch, pack_id in result.packs:
                 self._hooks.consumed(epoch, pack_id)
-            self._report_if_arrived()
+            self._log.finish_if_arrived()
             if self.step % self._config.telemetry.log_every == 0:
                 self._start_report(epoch=result.packs[-1][0])
         return True
@@ -326,22 +280,12 @@ class DrafterWorker:
             self._optimizer.accumulate(sums.numerator, sums.denominator)
         return sums
 
-    def _add_to_interval(self, result: StepResult) -> None:
-        interval, totals = self._interval, StepTotals(*result.counts)
-        numerator, denominator = self._optimizer.loss_sums
-        interval.numerator += numerator
-        interval.denominator += denominator
-        interval.counts = interval.counts + self._counts
+    def _add_to_log(self, result: StepResult) -> None:
+        if self._is_lead:
+            self._log.add(result, self._counts)
         self._counts = self._no_counts()
-        interval.rows += totals.rows
-        interval.blocks += totals.blocks
-        interval.packs += len(result.packs)
-        interval.tokens += totals.tokens
-        interval.supervised += totals.supervised
-        self.tokens += totals.tokens
+        self.tokens += StepTotals(*result.counts).tokens
         self._packs_done += len(result.packs)
-        self._recent_packs += [f"{epoch}:{pack_id}" for epoch, pack_id in result.packs]
-        del self._recent_packs[:-64]
 
     def _prove_equal(self) -> None:
         if not self._group.is_alone:
@@ -356,6 +300,14 @@ class DrafterWorker:
         """Return what the former step started; the device has passed it before this step's own work."""
         pending, self._checksum = self._checksum, None
         return None if pending is None else int(pending.read()["checksum"])
+
+    def _start_report(self, *, epoch: int) -> None:
+        known = {
+            "epoch": round(self._packs_done / self._plan.packs_per_epoch, 4),
+            "plan_epoch": epoch,
+            "total_steps": self._plan.total_steps,
+        }
+        self._log.start(step=self.step, tokens=self.tokens, train=known | dict(self._used))
 
     def _no_counts(self) -> BlockCounts:
         return BlockCounts.zeros(self._config.drafter.block_size, self._drafter.device)
@@ -380,101 +332,6 @@ class DrafterWorker:
             start=loss.noise_start,
             end=loss.noise_end,
         )
-
-    def _new_interval(self) -> _Interval:
-        device = self._drafter.device
-        return _Interval(
-            numerator=torch.zeros((), device=device),
-            denominator=torch.zeros((), device=device),
-            counts=self._no_counts(),
-            started_s=time.monotonic(),
-        )
-
-    def _start_report(self, *, epoch: int) -> None:
-        if self._pending is not None:
-            self._finish_report(self._pending)
-        interval = self._interval
-        rate = interval.tokens / max(time.monotonic() - interval.started_s, 1e-9)
-        before = self._tokens_per_s_ema
-        self._tokens_per_s_ema = rate if before is None else 0.8 * before + 0.2 * rate
-        self._pending = _Pending(
-            step=self.step,
-            tokens=self.tokens,
-            scalars=DeferredScalars(
-                {
-                    "numerator": interval.numerator,
-                    "denominator": interval.denominator,
-                    "skipped": self._optimizer.skipped,
-                    "in_a_row": self._optimizer.in_a_row,
-                    "longest_row": self._optimizer.longest_row,
-                }
-            ),
-            counts=DeferredCounts(interval.counts),
-            train={
-                "epoch": round(self._packs_done / self._plan.packs_per_epoch, 4),
-                "plan_epoch": epoch,
-                "total_steps": self._plan.total_steps,
-                **self._used,
-                "tok_s": rate,
-                "tok_s_ema": self._tokens_per_s_ema,
-            },
-            batch={
-                "packs": interval.packs,
-                "valid_tokens": interval.tokens,
-                "supervised_tokens": interval.supervised,
-                "supervised_rows": interval.rows,
-                "blocks": interval.blocks,
-                "anchor_fill_ratio": interval.blocks / max(1, interval.packs * self._config.loss.max_anchors),
-            },
-        )
-        self._interval = self._new_interval()
-        self._report_if_arrived()
-
-    def _report_if_arrived(self) -> None:
-        pending = self._pending
-        if pending is not None and pending.scalars.is_ready() and pending.counts.is_ready():
-            self._finish_report(pending)
-
-    def _flush_report(self) -> None:
-        """Report what the last interval holds; only after the last step."""
-        if self._interval.packs and self.step > self._plan.first_step:
-            self._start_report(epoch=self._config.optim.epochs - 1)
-        if self._pending is not None:
-            self._finish_report(self._pending)
-
-    def _finish_report(self, pending: _Pending) -> None:
-        self._pending = None
-        values, reading = pending.scalars.read(), pending.counts.read()
-        weight = values["denominator"]
-        train = {
-            "loss": values["numerator"] / weight if weight else None,
-            "eal": reading.expected_acceptance_length,
-            "skipped": int(values["skipped"]),
-            "accuracy": {str(k): value for k, value in enumerate(reading.accuracy, start=1)},
-            **pending.train,
-        }
-        self._hooks.report(
-            IntervalReport(step=pending.step, tokens=pending.tokens, train=train, batch=pending.batch)
-        )
-        self._check_skipped(pending.step, values)
-
-    def _check_skipped(self, step: int, values: Mapping[str, float]) -> None:
-        limit = self._config.optim.max_nonfinite_steps
-        if values["skipped"] > self._skipped_seen:
-            _LOG.warning(
-                "%d non-finite steps skipped up to step %d; seed %d, recent packs (epoch:pack): %s",
-                int(values["skipped"] - self._skipped_seen),
-                step,
-                self._config.optim.seed,
-                " ".join(self._recent_packs),
-            )
-            self._skipped_seen = values["skipped"]
-        if values["longest_row"] >= limit:
-            raise NonFiniteError(
-                f"{int(values['longest_row'])} steps in a row had a non-finite loss or gradient "
-                f"(limit {limit}, optim.max_nonfinite_steps) by step {step}; parameters were left alone, "
-                "the last checkpoint is good: lower --lr or look at the packs named above"
-            )
 
 
 def _tensors_of(counts: BlockCounts) -> list[Tensor]:
