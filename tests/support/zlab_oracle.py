@@ -116,32 +116,40 @@ def install_package(folder: Path = FOLDER) -> Path:
     return folder
 
 
-def compare(
-    *,
-    target_dir: Path,
-    drafter_dir: Path,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    package: Path,
-    block_size: int | None = None,
-    stop_ids: Collection[int] | None = None,
-    device: str = "cpu",
-    mask_token_id: int | None = None,
-) -> Comparison:
-    """Decode the prompts greedily with both, in fp32 on the CPU and bf16 on CUDA.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What both are to decode greedily: in fp32 on the CPU and bf16 on CUDA.
 
-    Args:
-        prompts: token ids.
-        package: see `install_package`.
-        stop_ids: None takes the target's.
-        mask_token_id: for a target whose tokenizer cannot say one; the drafter's is what counts.
+    `prompts` are token ids; `stop_ids` None takes the target's; `mask_token_id` is for a target whose
+    tokenizer cannot say one, the drafter's is what counts.
     """
+
+    target_dir: Path
+    drafter_dir: Path
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int
+    block_size: int | None = None
+    stop_ids: Collection[int] | None = None
+    device: str = "cpu"
+    mask_token_id: int | None = None
+
+
+def compare(cases: Sequence[Case], *, package: Path) -> list[Comparison]:
+    """Decode every case with both; the oracle runs in one subprocess, `package` is `install_package`'s."""
+    prepared = [_decode(case) for case in cases]
+    records = _ask([request for request, _ in prepared], package)
+    return [Comparison(oracle=record, ours=ours) for record, (_, ours) in zip(records, prepared, strict=True)]
+
+
+def _decode(case: Case) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Decode a case with ours; returns the oracle's request and our results."""
+    device, max_new_tokens, block_size = case.device, case.max_new_tokens, case.block_size
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    target = load_target(target_dir, device=device, dtype=dtype, mask_token_id=mask_token_id)
-    drafter = load_drafter(drafter_dir, device=device, dtype=dtype)
-    stops = sorted(target.info.stop_ids if stop_ids is None else stop_ids)
+    target = load_target(case.target_dir, device=device, dtype=dtype, mask_token_id=case.mask_token_id)
+    drafter = load_drafter(case.drafter_dir, device=device, dtype=dtype)
+    stops = sorted(target.info.stop_ids if case.stop_ids is None else case.stop_ids)
     ours = []
-    for ids in prompts:
+    for ids in case.prompts:
         own, plain = (
             speculative_generate(
                 target, kind, ids, max_new_tokens=max_new_tokens, eos_ids=stops, block_size=block_size
@@ -152,23 +160,23 @@ def compare(
             {"token_ids": own.token_ids, "accept_counts": own.accept_counts, "plain_ids": plain.token_ids}
         )
     request = {
-        "target": str(target_dir.resolve()),
-        "drafter": str(drafter_dir.resolve()),
-        "prompts": [list(ids) for ids in prompts],
+        "target": str(case.target_dir.resolve()),
+        "drafter": str(case.drafter_dir.resolve()),
+        "prompts": [list(ids) for ids in case.prompts],
         "max_new_tokens": max_new_tokens,
         "stop_ids": stops,
         "block_size": block_size,
         "device": device,
         "dtype": str(dtype).removeprefix("torch."),
-        "attention": "sdpa" if supports_sdpa(load_config(target_dir)) else "eager",
+        "attention": "sdpa" if supports_sdpa(load_config(case.target_dir)) else "eager",
     }
-    return Comparison(oracle=_ask(request, package), ours=ours)
+    return request, ours
 
 
-def _ask(request: dict[str, Any], package: Path) -> dict[str, Any]:
+def _ask(requests: list[dict[str, Any]], package: Path) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as scratch:
         question, answer = Path(scratch) / "request.json", Path(scratch) / "result.json"
-        question.write_text(json.dumps(request))
+        question.write_text(json.dumps(requests))
         environ = os.environ | {"PYTHONPATH": str(package), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(
             [sys.executable, str(Path(__file__).with_name("zlab_worker.py")), str(question), str(answer)],
@@ -181,8 +189,8 @@ def _ask(request: dict[str, Any], package: Path) -> dict[str, Any]:
         )
         if done.returncode:
             raise RuntimeError(f"the oracle failed with {done.returncode}: {done.stderr.strip()[-2000:]}")
-        record: dict[str, Any] = json.loads(answer.read_text())
-    return record
+        records: list[dict[str, Any]] = json.loads(answer.read_text())
+    return records
 
 
 def _mean_of_means(counts: Sequence[Sequence[int]]) -> float:
@@ -202,15 +210,15 @@ def main() -> int:
     args = parser.parse_args()
     tokenizer = get_tokenizer(args.target, needs_chat_template=True)
     prompts = read_prompts(args.prompts).prompts[: args.max_prompts]
-    found = compare(
+    case = Case(
         target_dir=args.target,
         drafter_dir=args.drafter,
         prompts=[encode_prompt(tokenizer, prompt.messages) for prompt in prompts],
         max_new_tokens=args.max_new_tokens,
-        package=install_package(),
         block_size=args.block_size,
         device=args.device,
     )
+    [found] = compare([case], package=install_package())
     sys.stdout.write(render(found))
     is_same = abs(found.our_cut_length - found.oracle_length) <= ALLOWED_DIFFERENCE
     # on a GPU bf16 rounds differently in blocks and in steps, so texts may part at ties

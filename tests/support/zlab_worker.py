@@ -1,6 +1,7 @@
 """Decodes prompts with z-lab's own `dflash` package; run as a script, with that package on PYTHONPATH.
 
-Takes a request file (target, drafter, prompts as token ids, limits) and writes a result file, both JSON.
+Takes a file with a list of requests (target, drafter, prompts as token ids, limits) and writes one with a
+record for each, both JSON.
 Knows nothing of ours, so that what it says is independent. Started by `tests.support.zlab_oracle` only.
 """
 
@@ -17,7 +18,11 @@ from transformers import AutoModelForCausalLM
 
 
 def main(request_path: str, result_path: str) -> None:
-    request = json.loads(Path(request_path).read_text())
+    requests = json.loads(Path(request_path).read_text())
+    Path(result_path).write_text(json.dumps([answer(request) for request in requests]))
+
+
+def answer(request):
     device, dtype = request["device"], getattr(torch, request["dtype"])
     if device == "cpu":
         # the package times with CUDA events only
@@ -45,7 +50,7 @@ def main(request_path: str, result_path: str) -> None:
             {"token_ids": out.output_ids[0, len(ids) :].tolist(), "accept_counts": out.acceptance_lengths}
         )
         sys.stderr.write(f"oracle: prompt {len(results)} of {len(request['prompts'])}\n")
-    record = {
+    return {
         "missing": sorted(loading["missing_keys"]),
         "unexpected": sorted(loading["unexpected_keys"]),
         "mismatched": sorted(str(entry) for entry in loading["mismatched_keys"]),
@@ -55,7 +60,6 @@ def main(request_path: str, result_path: str) -> None:
         "target_layer_ids": list(drafter.target_layer_ids),
         "prompts": results,
     }
-    Path(result_path).write_text(json.dumps(record))
 
 
 if __name__ == "__main__":
