@@ -149,7 +149,7 @@ def speed_text(timing: Mapping[str, Any]) -> str:
     ties = timing["diverged_at_a_tie"]
     note = f", {ties} of the others parted at a tie" if ties else ""
     return (
-        f"speed {number(timing['speedup'])} x plain decoding "
+        f"speed {number(timing['speedup'])} x plain decoding, median {number(timing['speedup_median'])} x "
         f"({number(timing['speculative_ms_per_token'])} against {number(timing['plain_ms_per_token'])} "
         f"ms per token, {timing['identical_outputs']} of {timing['compared_prompts']} outputs identical"
         f"{note})"

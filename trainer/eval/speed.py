@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class Timed:
     """committed by verifies, per round"""
     outputs: dict[int, list[int]] = field(default_factory=dict)
     """by prompt, of the first round"""
+    pieces: dict[tuple[int, int], float] = field(default_factory=dict)
+    """seconds per token by round and prompt"""
 
     def add(self, round_: int, prompt: int, result: SpeculativeResult) -> None:
         """Count one decoded prompt."""
@@ -57,6 +60,8 @@ class Timed:
         self.draft_s[round_] += result.draft_s
         self.tokens[round_] += sum(result.accept_counts)
         self.outputs.setdefault(prompt, result.token_ids)
+        if result.accept_counts:
+            self.pieces[round_, prompt] = result.decode_s / sum(result.accept_counts)
 
     def seconds_per_token(self, round_: int | None = None) -> float | None:
         """Return the time per output token of one round, or of all."""
@@ -156,8 +161,15 @@ def speed_record(plain: Timed, fast: Timed, divergences: Sequence[Divergence]) -
         "speculative_ms_per_token": None if fast_s is None else fast_s * 1000,
         "draft_time_ratio": sum(fast.draft_s) / sum(fast.decode_s) if sum(fast.decode_s) else None,
         "speedup": slow_s / fast_s if slow_s is not None and fast_s else None,
+        "speedup_median": _median_speedup(plain, fast),
         "speedup_per_round": [slow / quick if slow is not None and quick else None for slow, quick in pairs],
     }
+
+
+def _median_speedup(plain: Timed, fast: Timed) -> float | None:
+    """Take the median over prompts and rounds: a machine that stops for a second does not move it."""
+    ratios = [plain.pieces[key] / fast.pieces[key] for key in plain.pieces if fast.pieces.get(key)]
+    return median(ratios) if ratios else None
 
 
 def find_divergences(

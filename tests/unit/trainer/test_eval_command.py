@@ -132,6 +132,7 @@ def test_speedup_is_the_ratio_over_all_rounds() -> None:
     assert record["speculative_ms_per_token"] == 500.0
     assert record["speedup"] == 4.0
     assert record["speedup_per_round"] == [4.0, 4.0]
+    assert record["speedup_median"] == 4.0
     assert record["draft_time_ratio"] == 0.25
     assert (record["compared_prompts"], record["identical_outputs"]) == (1, 1)
 
