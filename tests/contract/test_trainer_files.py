@@ -52,7 +52,7 @@ LINE = {
         "starved_ratio": NUMBER,
         "full_ratio": NUMBER,
     },
-    "profile": {"target": {"forward_ms": NUMBER}, "drafter": {"forward_ms": NUMBER}},
+    "profile": {"target": {"forward_ms": OPTIONAL}, "drafter": {"forward_ms": OPTIONAL}},
     "workers": [{"name": str, "tokens": int, "busy_ratio": NUMBER}],
     "batch": {"padding_ratio": OPTIONAL, "bucket_entropy": OPTIONAL},
     "gpu": [
@@ -130,6 +130,24 @@ def test_every_documented_metric_is_written_and_nothing_else(run):
         path for path in documented - seen if not path.startswith(tuple(p[:-1] for p in ONLY_SOMETIMES))
     }
     assert missing == set(), "documented, but no line has it"
+
+
+def test_a_line_knows_every_worker_of_several_targets_and_drafters(tmp_path):
+    target, data = tiny_target(tmp_path), write_tiny_corpus(tmp_path / "data")
+    settings = settings_for(
+        target, data, tmp_path / "out", devices__target_gpus="cpu,cpu", devices__drafter_gpus="cpu,cpu"
+    )
+
+    assert run_here(settings, DFLASH_RUN_DIR=str(tmp_path / "attempt")) == 0
+
+    lines = metrics_lines(tmp_path / "attempt")
+    names = ["target-cpu0", "target-cpu1", "drafter-cpu0", "drafter-cpu1"]
+    assert [worker["name"] for worker in lines[-1]["workers"]] == names
+    assert set(lines[-1]["profile"]) == {"target", "drafter", "checkpoint", *names}
+    assert lines[-1]["profile"]["drafter-cpu1"]["all_reduce_ms"] > 0
+    assert sum(worker["batches"] for worker in lines[-1]["workers"][2:]) == 18
+    assert max(line["batch"]["packs"] for line in lines if "packs" in line["batch"]) >= 4
+    assert {path for line in lines for path in field_paths(line)} <= {field.path for field in FIELDS}
 
 
 def test_an_empty_group_says_why(run):

@@ -91,9 +91,16 @@ def offline(tmp_path_factory):
         settings = settings_for(target, data, folder / "out", wandb__mode="offline", **changes)
         attempts.append(folder / f"attempt-{place}")
         log = folder / f"log-{place}"
-        process = launch(settings, log, DFLASH_RUN_DIR=str(attempts[-1]), **environ)
-        assert process.wait(120) == 0, log.read_text()
+        finish(launch(settings, log, DFLASH_RUN_DIR=str(attempts[-1]), **environ), log)
     return attempts
+
+
+def finish(process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait for a run that must end well; one that hangs is ended."""
+    try:
+        assert process.wait(300) == 0, log.read_text()
+    finally:
+        process.kill()
 
 
 def run_file(attempt: Path) -> Path:
@@ -204,8 +211,7 @@ def test_m2_a_service_in_trouble_means_offline_files_with_every_line(tmp_path, k
 
     with service(kind) as port:
         environ = private_environ(tmp_path) | {"WANDB_BASE_URL": f"http://127.0.0.1:{port}"}
-        process = launch(settings, log, DFLASH_RUN_DIR=str(run_dir), **environ)
-        assert process.wait(120) == 0, log.read_text()
+        finish(launch(settings, log, DFLASH_RUN_DIR=str(run_dir), **environ), log)
 
     text = log.read_text()
     assert "W&B ONLINE FAILED" in text
