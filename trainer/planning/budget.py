@@ -138,6 +138,7 @@ def drafter_budget(
         head_chunk_rows=config.loss.head_chunk_rows,
         attention=pick_attention(config.loss.attention, device, may_compile=config.loss.compile),
         has_noise=config.loss.noise_start > 0,
+        on_cuda=device != "cpu",
         objective=Objective.from_config(config.loss),
     )
     needs = drafter_needs(drafter, load, dtype=dtype)

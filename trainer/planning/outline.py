@@ -61,6 +61,8 @@ class DrafterLoad:
     head_chunk_rows: int
     attention: str
     has_noise: bool
+    on_cuda: bool = False
+    """decides which attention kernels there are"""
     objective: Objective = field(default_factory=Objective)
 
 
@@ -105,7 +107,7 @@ def measure_microbatch(
     meter.ignore(features_TLD, ends.embed_weight_VD, ends.head_weight_VD, *drafter.parameters())
     if last_TD is not None:
         meter.ignore(last_TD)
-    with FusedAttention(), meter:
+    with FusedAttention(on_cuda=load.on_cuda), meter:
         sums = microbatch_sums(
             drafter,
             ends,
@@ -166,9 +168,16 @@ def target_needs(
 class FusedAttention(TorchFunctionMode):
     """On the meta device, puts a kernel with the memory of fused attention in the place of sdpa.
 
+    CUDA has no fused kernel for a mask together with grouped heads (cuDNN's is switched off when a target is
+    loaded): there torch's plain operations run, and they run here too.
+
     A question about values there (`if tensor.all()`) is answered with yes: transformers asks whether
     positions are those of plain documents, and they are.
     """
+
+    def __init__(self, *, on_cuda: bool = False) -> None:
+        super().__init__()
+        self._on_cuda = on_cuda
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace two functions, and leave all others."""
@@ -176,6 +185,8 @@ class FusedAttention(TorchFunctionMode):
             if func is torch.Tensor.__bool__:
                 return True
             mask = (kwargs or {}).get("attn_mask")
+            if self._on_cuda and mask is not None and args[0].shape[1] != args[1].shape[1]:
+                return func(*args, **(kwargs or {}))
             # kernels take a mask of yes and no as numbers to add
             bias = None if mask is None else torch.empty_like(mask, dtype=args[0].dtype)
             return _Fused.apply(args[0], args[1], args[2], bias)  # type: ignore[no-untyped-call]

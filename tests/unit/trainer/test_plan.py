@@ -164,6 +164,22 @@ def test_predicted_peak_of_a_microbatch_is_that_of_a_real_one(attention):
     assert needs.peak == pytest.approx(max(phase.peak for phase in phases), rel=0.1)
 
 
+def test_scores_count_where_cuda_has_no_fused_kernel():
+    """A mask with grouped heads: plain operations on CUDA; equal heads: a fused kernel."""
+    grouped, load = drafter_config(), dataclasses.replace(LOAD, attention="sdpa")
+    equal = drafter_config(num_key_value_heads=4)
+    on_cuda = dataclasses.replace(load, on_cuda=True)
+
+    def peaks(config):
+        return [drafter_needs(config, one, dtype=torch.float32).peak for one in (load, on_cuda)]
+
+    on_cpu_grouped, on_cuda_grouped = peaks(grouped)
+    on_cpu_equal, on_cuda_equal = peaks(equal)
+
+    assert on_cuda_grouped > 1.2 * on_cpu_grouped
+    assert on_cuda_equal == on_cpu_equal
+
+
 def test_a_smaller_head_chunk_moves_the_peak_out_of_the_loss():
     config = drafter_config(vocab_size=50_000)
     large = drafter_needs(config, dataclasses.replace(LOAD, head_chunk_rows=4096), dtype=torch.float32)
