@@ -153,6 +153,17 @@ def test_t5_other_number_of_targets_and_drafters_goes_on_and_is_recorded(tiny, t
     assert len(consumed) == len(set(consumed)) == 14
 
 
+def test_state_that_a_resume_points_to_is_never_pruned(tiny, tmp_path):
+    out = tmp_path / "out"
+    run_here(settings_for(*tiny, out, optim__max_steps=6))
+    named = out / "lineage-0000" / "state" / "step-00000006"
+    changes = {"checkpoint__every": 2, "checkpoint__keep": 1, "checkpoint__keep_best": 0}
+
+    assert run_here(settings_for(*tiny, out, checkpoint__resume=named, **changes)) == 0
+
+    assert sorted(path.name for path in named.parent.iterdir()) == ["step-00000006", "step-00000018"]
+
+
 def counting(real, seen):
     def consumed(epoch, pack):
         seen.append((epoch, pack))

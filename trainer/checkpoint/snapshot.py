@@ -42,7 +42,7 @@ class HostSnapshot:
             taken[name] = buffer
         for device in devices:
             # host sync: the next step may change the sources; once per checkpoint, between steps
-            torch.cuda.current_stream(device).synchronize()
+            torch.cuda.current_stream(device).record_event().synchronize()
         self._buffers = taken
         return dict(taken)
 
