@@ -124,6 +124,21 @@ def test_golden_29_oracle_reaches_the_block_size_and_adversary_one(target, size:
     assert best.token_ids == worst.token_ids == tokens[len(PROMPTS[3]) :][:33]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_golden_29_and_31_hold_for_other_families(tmp_path, family: str) -> None:
+    target, _ = family_pair(tmp_path, family)
+    prompt = PROMPTS[2]
+    tokens = prompt + _greedy(target, prompt, 24)
+
+    for is_right, counts in ((True, [4] * 3), (False, [1] * 12)):
+        drafter = ScriptedDrafter(target, tokens, is_right=is_right)
+        result = speculative_generate(target, drafter, prompt, max_new_tokens=13, eos_ids=())
+
+        assert result.accept_counts == counts
+        assert result.target_forwards == 1 + len(counts)
+        assert result.token_ids == tokens[len(prompt) :][:13]
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -217,15 +232,27 @@ def test_golden_31_forwards_and_tokens_are_accounted_for(target, size: int) -> N
         assert result.emitted - size < len(result.token_ids) == 21 <= result.emitted
 
 
-def test_golden_32_the_mask_rows_embedding_changes_drafts_only(tmp_path) -> None:
-    drafter = make_drafter(seed=2)
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_golden_32_the_mask_rows_embedding_changes_drafts_only(tmp_path, size: int) -> None:
     changed = load_target(talkative_target(tmp_path), device="cpu", dtype=torch.float32)
-    prompt = PROMPTS[4]
-    before, drafts_before = _with_drafts(changed, drafter, prompt)
 
+    _check_mask_row(changed, make_drafter(seed=2, block_size=size), PROMPTS[4])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_golden_32_holds_for_other_families(tmp_path, family: str) -> None:
+    target, drafter = family_pair(tmp_path, family)
+    # random weights may say any token, the mask token too, and what was said may change what follows
+    prompt = next(prompt for prompt in PROMPTS[1:] if MASK_ID not in _greedy(target, prompt, 16))
+
+    _check_mask_row(target, drafter, prompt)
+
+
+def _check_mask_row(target, drafter, prompt) -> None:
+    before, drafts_before = _with_drafts(target, drafter, prompt)
     with torch.no_grad():
-        changed.embed_weight_VD[MASK_ID] += 3.0
-    after, drafts_after = _with_drafts(changed, drafter, prompt)
+        target.embed_weight_VD[MASK_ID] += 3.0
+    after, drafts_after = _with_drafts(target, drafter, prompt)
 
     assert drafts_before[0] != drafts_after[0]
     assert before.token_ids == after.token_ids
