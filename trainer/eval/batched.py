@@ -22,6 +22,7 @@ from trainer.drafter.model import Drafter
 from trainer.eval.draft_slots import DraftSlots
 from trainer.eval.speculative import (
     SpeculativeResult,
+    check_decodable,
     cut,
     effective_block_size,
     frozen_ends,
@@ -59,9 +60,14 @@ def decode_prompts(
 
     Returns:
         The results in the order of the prompts. Times are only known for prompts decoded one by one.
+
+    Raises:
+        ConfigError: an empty prompt, or a limit or block size below 1.
     """
     size = effective_block_size(drafter, block_size)
-    if batch_size > 1 and target.has_plain_cache:
+    for prompt in prompts:
+        check_decodable(prompt, max_new_tokens)
+    if batch_size > 1 and prompts and target.has_plain_cache:
         decoder = _BatchDecoder(
             target, drafter, prompts, size=size, sampling=sampling, max_new_tokens=max_new_tokens
         )

@@ -121,13 +121,18 @@ def speculative_generate(
         ConfigError: an empty prompt, or a limit or block size below 1.
     """
     size = effective_block_size(drafter, block_size)
+    check_decodable(prompt_ids, max_new_tokens)
+    decoder = _Decoder(target, drafter if size > 1 else None, size, sampling, sequence)
+    return decoder.run(list(prompt_ids), max_new_tokens, frozenset(eos_ids))
+
+
+def check_decodable(prompt_ids: Sequence[int], max_new_tokens: int) -> None:
+    """Refuse an empty prompt, and a limit that leaves nothing to decode."""
     if not prompt_ids or max_new_tokens < 1:
         raise ConfigError(
             f"nothing to decode: prompt of {len(prompt_ids)} tokens, max_new_tokens {max_new_tokens}; "
             "both must be at least 1"
         )
-    decoder = _Decoder(target, drafter if size > 1 else None, size, sampling, sequence)
-    return decoder.run(list(prompt_ids), max_new_tokens, frozenset(eos_ids))
 
 
 def frozen_ends(target: TargetLike, config: DrafterConfig) -> FrozenEnds:

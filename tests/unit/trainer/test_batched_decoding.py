@@ -126,6 +126,16 @@ def test_what_a_prompt_samples_does_not_depend_on_its_neighbours(target, scheme:
     assert len({tuple(result.token_ids) for result in together}) == len(PROMPTS)
 
 
+def test_nothing_to_decode_is_refused_and_no_prompt_is_no_result(target) -> None:
+    drafter, options = make_drafter(), {"eos_ids": (), "batch_size": 4}
+
+    with pytest.raises(ConfigError, match="prompt of 0 tokens"):
+        decode_prompts(target, drafter, [[5], []], max_new_tokens=4, **options)
+    with pytest.raises(ConfigError, match="max_new_tokens 0"):
+        decode_prompts(target, drafter, [[5]], max_new_tokens=0, **options)
+    assert decode_prompts(target, drafter, [], max_new_tokens=4, **options) == []
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_other_attention_and_another_family_decode_together_too(tmp_path, attention: str) -> None:
     target, drafter = family_pair(tmp_path, "qwen3", attention=attention)
