@@ -133,7 +133,7 @@ class Machines:
         """Part from the others before the first step; they leave too."""
         if self.nodes is not None:
             self.nodes.announce_stop(save=False)
-            self.nodes.fail("stopped before the first step")
+            self.nodes.close()
 
     def fail(self, reason: str) -> None:
         """Tell the others why this rank ends; they end too."""

@@ -104,9 +104,9 @@ class Pulse:
         deadline = time.monotonic() + EXPLAIN_S
         silent = set(before)
         while silent and time.monotonic() < deadline:
-            failed = {rank: end for rank in silent if (end := self._find_failure(rank))}
-            if failed:
-                return self._describe(*next(iter(failed.items())))
+            ended = {rank: end for rank in before if (end := self._read(self._key("end", rank)))}
+            if ended:
+                return self._describe(*min(ended.items(), key=lambda entry: (entry[1] == "ok", entry[0])))
             silent = {rank for rank in silent if self._read(self._key("beat", rank)) == before[rank]}
             time.sleep(BEAT_S / 4)
         if not silent:
@@ -137,12 +137,8 @@ class Pulse:
             elif now - self._seen[rank][1] > LOST_AFTER_S:
                 self._report(f"{self._name(rank)} was lost: no sign of life for {LOST_AFTER_S:.0f} s")
 
-    def _find_failure(self, rank: int) -> str | None:
-        end = self._read(self._key("end", rank))
-        return None if end == "ok" else end
-
     def _describe(self, rank: int, end: str) -> str:
-        return f"{self._name(rank)} ended the run: {end}"
+        return f"{self._name(rank)} " + ("has left the run" if end == "ok" else f"ended the run: {end}")
 
     def _report(self, text: str) -> None:
         if not self._has_lost and not self._is_over.is_set():
