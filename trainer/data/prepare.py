@@ -16,7 +16,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,34 +195,44 @@ def run_prepare(args: argparse.Namespace) -> int:
     files = _input_files(args.input)
     with locked_output(args.output):
         staging = Staging(args.output, _identity(args, files))
-        if staging.finish_interrupted():
-            log.info("put the files of an earlier run in place that was cut off there; preparing anew")
-            staging = Staging(args.output, _identity(args, files))
-        if staging.open():
-            log.info("going on behind row %d of %s", staging.progress.row, files[staging.progress.file].name)
-        report = _read_all(staging, files, ChatPreparer(encoder, max_seq_len=args.max_seq_len), args)
-        if not report.train:
-            staging.discard()
-            raise DataError(
-                f"no usable chat for training in {args.input}: {report.render()}, "
-                f"held out {report.held_out}; first rows: {_first_places(report)}"
-            )
-        summary = {
-            "source": args.input.name,
-            "files": len(files),
-            "max_seq_len": args.max_seq_len,
-            "held_out_ratio": args.held_out_ratio,
-            "thinking": args.thinking,
-            **report.as_dict(),
-        }
-        staging.publish(summary)
+        was_interrupted, summary = staging.finish_interrupted()
+        if was_interrupted:
+            log.info("put the files of an earlier run in place that was cut off there")
+        if summary is None:
+            summary = _prepare_all(staging, files, encoder, args)
     short = {
-        **summary,
-        "dropped": dict(report.dropped),
-        "altered": dict(report.altered),
+        name: {reason: entry["count"] for reason, entry in value.items()}
+        if name in ("dropped", "altered")
+        else value
+        for name, value in summary.items()
     }
     sys.stdout.write(json.dumps(short) + "\n")
     return 0
+
+
+def _prepare_all(
+    staging: Staging, files: Sequence[Path], encoder: ChatEncoder, args: argparse.Namespace
+) -> Mapping[str, Any]:
+    """Read everything that is left, put the result in place, and return the report."""
+    if staging.open():
+        log.info("going on behind row %d of %s", staging.progress.row, files[staging.progress.file].name)
+    report = _read_all(staging, files, ChatPreparer(encoder, max_seq_len=args.max_seq_len), args)
+    if not report.train:
+        staging.discard()
+        raise DataError(
+            f"no usable chat for training in {args.input}: {report.render()}, "
+            f"held out {report.held_out}; first rows: {_first_places(report)}"
+        )
+    summary = {
+        "source": args.input.name,
+        "files": len(files),
+        "max_seq_len": args.max_seq_len,
+        "held_out_ratio": args.held_out_ratio,
+        "thinking": args.thinking,
+        **report.as_dict(),
+    }
+    staging.publish(summary)
+    return summary
 
 
 def _read_all(

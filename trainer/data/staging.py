@@ -133,16 +133,20 @@ class Staging:
             self._save("clearing", summary)
             self._finish("clearing", summary)
 
-    def finish_interrupted(self) -> bool:
-        """Complete a move into place that was cut off, of whatever identity; whether there was one."""
+    def finish_interrupted(self) -> tuple[bool, Mapping[str, Any] | None]:
+        """Complete a move into place that was cut off, of whatever identity.
+
+        Returns:
+            Whether there was one, and its summary where it was this very work: then all is done.
+        """
         state = _read_state(self._folder)
         if state is None or state["phase"] == "reading":
-            return False
+            return False, None
+        unfinished = Staging(self._output, state["identity"])
+        unfinished._shards = state["shards"]
         with _translated(self._output):
-            self._shards = state["shards"]
-            self._identity = state["identity"]
-            self._finish(state["phase"], state["summary"])
-        return True
+            unfinished._finish(state["phase"], state["summary"])
+        return True, state["summary"] if state["identity"] == self._identity else None
 
     def discard(self) -> None:
         """Remove all work."""
@@ -174,12 +178,6 @@ class Staging:
         self.progress = Progress(**state["progress"])
         self.report = PrepareReport.from_state(state["report"])
         self._shards, self._sizes = state["shards"], state["sizes"]
-        keep = {
-            f"{part}-{index:05d}.parquet" for part, count in self._shards.items() for index in range(count)
-        }
-        for path in self._folder.iterdir():
-            if path.name not in keep | {"state.json", *self._sizes}:
-                path.unlink()
         with (self._folder / "digests.bin").open("rb") as stream:
             for _ in range(self._sizes["digests.bin"] // DIGEST_BYTES):
                 self.digests.add(stream.read(DIGEST_BYTES))

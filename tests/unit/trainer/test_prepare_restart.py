@@ -97,12 +97,18 @@ def test_a_run_killed_at_any_change_of_the_file_system_ends_like_an_undisturbed_
 
     killed = int(done.stdout.split()[-1])
     assert killed > 30
+    moving = 0
     for change in range(1, killed + 1):
         output = tmp_path / "killed" / str(change)
         leaves_no_half_set(output)
+        was_moving, _ = Staging(output, {}).finish_interrupted()
+        if was_moving:
+            moving += 1
+            assert content_of(output) == content_of(whole), change
         run_prepare(killed_prepare.arguments(model_dir, source, output))
         assert content_of(output) == content_of(whole), change
         assert names_in(output) == names_in(whole), change
+    assert moving > 5
 
 
 def leaves_no_half_set(output):
@@ -191,6 +197,30 @@ def test_a_set_that_was_there_stays_until_the_new_one_is_complete(model_dir, tmp
     assert content_of(tmp_path / "out") == before
     run_prepare(arguments)
     assert content_of(tmp_path / "out")[2]["kept"] == 40
+
+
+def test_a_move_that_was_cut_off_is_finished_without_reading_the_input_again(
+    model_dir, tmp_path, monkeypatch, capsys
+):
+    source = tmp_path / "chats.jsonl"
+    write_chats(source, 10)
+    arguments = killed_prepare.arguments(model_dir, source, tmp_path / "out")
+    run_prepare(arguments)
+    whole, printed = content_of(tmp_path / "out"), capsys.readouterr().out
+    with monkeypatch.context() as patched:
+        patched.setattr(staging_module, "_move", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run_prepare(arguments)
+    monkeypatch.setattr(prepare_module, "read_rows", lambda *_, **__: pytest.fail("input was read again"))
+
+    run_prepare(arguments)
+
+    assert content_of(tmp_path / "out") == whole
+    assert capsys.readouterr().out == printed
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 def test_a_second_prepare_on_the_same_output_is_refused(model_dir, tmp_path):
