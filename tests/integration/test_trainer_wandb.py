@@ -176,17 +176,68 @@ class Rejecting(http.server.BaseHTTPRequestHandler):
         pass
 
 
+BUCKET = {
+    "id": "b",
+    "name": "n",
+    "displayName": "n",
+    "description": "",
+    "config": "{}",
+    "sweepName": None,
+    "historyLineCount": 0,
+    "project": {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}},
+}
+
+
+class Dying(http.server.BaseHTTPRequestHandler):
+    """Answers until a run is registered; every request after that waits for ever."""
+
+    def answer(self):
+        query = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode(errors="replace")
+        if self.server.is_gone.is_set():
+            self.server.is_over.wait(300)
+            return
+        data = {}
+        if "mutation UpsertBucket" in query:
+            data = {"upsertBucket": {"bucket": BUCKET, "inserted": True}}
+            self.server.is_gone.set()
+        elif "query Viewer" in query:
+            teams = {"edges": []}
+            data = {"viewer": {"id": "v", "entity": "e", "username": "u", "flags": "{}", "teams": teams}}
+        body = json.dumps({"data": data}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST = do_HEAD = answer  # noqa: N815 - the names that the server calls
+
+    def log_message(self, *words):
+        pass
+
+
+@contextlib.contextmanager
+def serving(handler: type[http.server.BaseHTTPRequestHandler]):
+    """A W&B service on a loopback port."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.is_gone, server.is_over = threading.Event(), threading.Event()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.is_over.set()
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
 @contextlib.contextmanager
 def service(kind: str):
     """A W&B service on loopback that is `down`, `slow` (takes calls, never answers) or `rejecting`."""
     if kind == "rejecting":
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Rejecting)
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield server.server_address[1]
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
+        with serving(Rejecting) as port:
+            yield port
         return
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -220,3 +271,48 @@ def test_m2_a_service_in_trouble_means_offline_files_with_every_line(tmp_path, k
     assert {line["step"] for line in history(run_file(run_dir))} == {
         line["step"] for line in metrics_lines(run_dir)
     }
+
+
+SINK = """
+import logging, os, pathlib, sys, time
+from trainer.telemetry.sink import WandbSink
+
+logging.basicConfig(stream=sys.stdout, level=logging.WARNING)
+sink = WandbSink(
+    run_dir=pathlib.Path(sys.argv[1]), mode="online", project="p", run_id="abc", config={},
+    init_timeout_s=240.0, finish_timeout_s=2.0, on_trouble=print,
+)
+while sink.state == "starting online":
+    time.sleep(0.05)
+print("state:", sink.state)
+for step in range(5):
+    sink.write({"step": step, "train": {"loss": 1.0}})
+started = time.monotonic()
+sink.close()
+print("closed within the limit:", time.monotonic() - started < 60)
+sys.stdout.flush()
+os._exit(0)  # as the trainer ends when threads are left
+"""
+
+
+def test_m2_a_service_that_dies_after_the_start_costs_a_bounded_end(tmp_path):
+    """What W&B has on disk by then is its own affair: 0.31 may have written next to nothing."""
+    log = tmp_path / "log"
+
+    with serving(Dying) as port, log.open("wb") as stream:
+        environ = private_environ(tmp_path) | {"WANDB_BASE_URL": f"http://127.0.0.1:{port}"}
+        process = subprocess.Popen(
+            [sys.executable, "-c", SINK, str(tmp_path)],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            cwd=REPOSITORY,
+            env=os.environ | environ,
+        )
+        finish(process, log)
+
+    text = log.read_text()
+    assert "state: online" in text
+    assert "W&B did not finish in 2 s; what it has written by now stays in" in text
+    assert "metrics.ndjson has every line" in text
+    assert KEY not in text
+    assert "closed within the limit: True" in text

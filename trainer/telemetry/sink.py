@@ -112,10 +112,18 @@ class WandbSink:
         """Finish, waiting at most the configured time."""
         self._put(None)
         self._thread.join(self._finish_timeout_s)
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self.state.startswith("starting"):
             _LOG.warning(
-                "W&B did not finish in %.0f s; its local files stay, `wandb sync` uploads them",
+                "W&B had not started when the run ended (%.0f s granted): it holds nothing of this run, "
+                "metrics.ndjson has every line",
                 self._finish_timeout_s,
+            )
+        elif self._thread.is_alive():
+            _LOG.warning(
+                "W&B did not finish in %.0f s; what it has written by now stays in %s, `wandb sync` uploads "
+                "it, metrics.ndjson has every line",
+                self._finish_timeout_s,
+                self._settings[0] / "wandb",
             )
         elif self.lost:
             _LOG.warning("W&B lacks %d lines of this run (metrics.ndjson has them all)", self.lost)

@@ -339,6 +339,21 @@ def test_wandb_gets_every_line_from_its_own_thread(monkeypatch, tmp_path):
     assert (fake.arguments["id"], fake.arguments["resume"]) == ("abc", "allow")
 
 
+def test_wandb_that_is_still_starting_at_the_end_claims_no_files(monkeypatch, tmp_path, caplog):
+    hold = threading.Event()
+    fake = FakeWandb()
+    monkeypatch.setattr(fake, "Settings", lambda **values: hold.wait(30) and values)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    sink = make_wandb(tmp_path, finish_timeout_s=0.1)
+
+    sink.write(make_line(loss=2.0))
+    sink.close()
+    hold.set()
+
+    assert "it holds nothing of this run" in caplog.text
+    assert "local files stay" not in caplog.text
+
+
 def test_wandb_falls_back_to_offline_loudly(monkeypatch, tmp_path, caplog):
     fake = FakeWandb(fail_modes=("online",))
     monkeypatch.setitem(sys.modules, "wandb", fake)
