@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainer.data.chat import encode_prompt
-from trainer.data.generate import complete_batch
+from trainer.data.plain_decoding import complete_batch
 from trainer.target.loader import load_target
 
 DEMO = Path(__file__).parents[3] / "demo"
