@@ -217,6 +217,15 @@ def test_a_slice_of_a_table_keeps_its_rows_apart(tmp_path):
     assert as_rows(Corpus.open(tmp_path, max_seq_len=64, vocab_size=VOCAB)) == rows[5:12]
 
 
+def test_the_digest_is_that_of_the_first_release(tmp_path):
+    write_tiny_corpus(tmp_path)
+
+    # Checkpoints hold it: a resume on the same data must not take them for other data.
+    assert Corpus.open(tmp_path, max_seq_len=64, vocab_size=VOCAB).digest() == (
+        "1346e63591d44d2fb503290c080649c1db9323af18ce8710f745ad821a8e287a"
+    )
+
+
 def test_samples_cannot_be_written_to(tmp_path):
     corpus = open_rows(tmp_path, [GOOD])
 
