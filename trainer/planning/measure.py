@@ -63,6 +63,7 @@ def measure(config: TrainConfig, drafter: DrafterConfig, packs: PackFacts) -> Me
     )
     with on_device(torch.device(target_device)):
         target_s, target_peak = _time(prefill(config, target, drafter, packs), target_device)
+    del target  # the drafter may have the same device
     dtype = pick_dtype(config.devices.drafter_dtype, drafter_device)
     ends = FrozenEnds(
         embed_weight_VD=ends.embed_weight_VD.to(drafter_device, dtype),
@@ -151,6 +152,8 @@ def drafter_step(
 def _time(work: Callable[[], object], device: str) -> tuple[float, int | None]:
     """Return the median seconds of a few runs after two that warm up, and the peak of allocated bytes."""
     is_cuda = device != "cpu"
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
     work()
     work()
     durations: list[float] = []
