@@ -181,15 +181,22 @@ def test_disk_that_never_answers_is_a_stall_by_its_own_limit(tmp_path, monkeypat
 
 
 def test_time_that_a_stop_needs_counts_the_save_on_its_way(bench):
+    assert bench.saver.needed_s() == 0.0
     bench.saver.save(3, 30, is_last=True)
-    idle_s = bench.saver.needed_s()
+    assert bench.saver.needed_s() == pytest.approx(one_save_s(bench), abs=1e-5)
     bench.gate.clear()
     bench.writing.clear()
     bench.saver.save(4, 40)
     assert bench.writing.wait(20)
 
-    assert bench.saver.needed_s() > 1.5 * idle_s > 0
+    assert bench.saver.needed_s() == pytest.approx(2 * one_save_s(bench), abs=1e-5)
     bench.gate.set()
+
+
+def one_save_s(bench):
+    record = bench.saver.take_record()
+    assert record["write_ms"] > 0
+    return (record["copy_ms"] + record["write_ms"]) / 1e3
 
 
 def test_abandoned_stop_does_not_wait_for_the_save_on_its_way(bench, caplog):
