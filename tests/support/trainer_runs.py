@@ -73,7 +73,7 @@ def await_status(
     process: subprocess.Popen[bytes], run_dir: Path, wanted: Callable[[Mapping[str, Any]], bool]
 ) -> dict[str, Any]:
     """Wait until the status record satisfies `wanted`; fails when the process ends before."""
-    for _ in range(12_000):
+    for _ in range(36_000):
         status = read_status(run_dir)
         if status and wanted(status):
             return status
