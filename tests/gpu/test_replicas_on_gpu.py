@@ -156,6 +156,7 @@ def test_golden_20_two_machines_with_a_gpu_each_train_as_one_with_two(tiny, tmp_
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=port,
             DFLASH_RUN_DIR=str(tmp_path / f"run-{rank}"),
+            NCCL_NVLS_ENABLE="0",  # hosts that share their GPUs must not use multicast, and this needs none
         )
         for rank in range(2)
     ]
