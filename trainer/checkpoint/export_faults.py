@@ -7,6 +7,7 @@ it was trained.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +26,8 @@ from trainer.checkpoint.drafter_format import (
 from trainer.errors import CheckpointError
 
 FULL = "full_attention"
+ROUNDING = 5e-3
+"""Relative difference of two scales that are the same number in other dtypes."""
 _CONSTANTS = {
     "architectures": [ARCHITECTURE],
     "model_type": "qwen3",
@@ -185,8 +188,17 @@ def target_faults(raw: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]
         "final_logit_softcapping": (section.get("final_logit_softcapping"), facts["logit_softcap"]),
     }
     return [
-        f"{name} is {ours!r}, the target's is {its!r}" for name, (ours, its) in pairs.items() if ours != its
+        f"{name} is {own!r}, the target's is {its!r}"
+        for name, (own, its) in pairs.items()
+        if not _is_same(name, own, its)
     ]
+
+
+def _is_same(name: str, own: Any, its: Any) -> bool:
+    # published scales are rounded to bf16 here and there
+    if name == "input_embedding_scale" and own is not None and its is not None:
+        return math.isclose(own, its, rel_tol=ROUNDING)
+    return bool(own == its)
 
 
 CONFIG_CHECKS: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {

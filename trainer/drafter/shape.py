@@ -5,6 +5,7 @@ Called by `trainer.train`. Pure; must not import the target package (its facts c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -103,10 +104,13 @@ def imported_config(facts: TargetFacts, fields: Mapping[str, Any]) -> DrafterCon
         "hidden size": (config.hidden_size, facts.hidden_size),
         "layers of the target": (config.num_target_layers, facts.num_layers),
         "vocabulary": (config.vocab_size, facts.vocab_size),
-        "embedding scale": (config.embed_scale, facts.embed_scale),
         "logit cap": (config.logit_softcap, facts.logit_softcap),
     }
     wrong = [f"{name} {own} against {its}" for name, (own, its) in pairs.items() if own != its]
+    scales = config.embed_scale or 1.0, facts.embed_scale or 1.0
+    # published scales are rounded to bf16 here and there
+    if not math.isclose(*scales, rel_tol=5e-3):
+        wrong.append(f"embedding scale {scales[0]} against {scales[1]}")
     if wrong:
         raise ConfigError(
             f"imported drafter does not fit the target: {', '.join(wrong)}; import it for its own target"

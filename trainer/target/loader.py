@@ -116,7 +116,8 @@ def describe_target(
         stop_ids=stop_ids,
     )
     heads = int(config.num_attention_heads)
-    scale = getattr(embedding, "embed_scale", None)
+    # the buffer beside it is rounded to the dtype of the weights, which is not what engines multiply with
+    scale = getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", None))
     if isinstance(scale, torch.Tensor) and scale.device.type == "meta":
         scale = embedding.scalar_embed_scale  # an outline holds no values, this attribute is the same number
     return TargetInfo(

@@ -289,7 +289,10 @@ def test_check_against_a_target_that_scales_and_caps(tmp_path) -> None:
     good = export_drafter(make_drafter(**shape), None, tmp_path / "good")
     bad = export_drafter(make_drafter(**(shape | {"logit_softcap": None})), None, tmp_path / "bad")
 
-    assert [check.detail for check in inspect_export(good, target) if not check.is_passed] == []
+    rounded = export_drafter(make_drafter(**(shape | {"embed_scale": 8.03125})), None, tmp_path / "rounded")
+
+    for export in (good, rounded):
+        assert [check.detail for check in inspect_export(export, target) if not check.is_passed] == []
     assert [check.name for check in inspect_export(bad, target) if not check.is_passed] == [
         "copied from the target"
     ]

@@ -173,6 +173,18 @@ def test_another_target_at_training_is_refused(places, tmp_path) -> None:
         run_here(settings((other, places[1]), tmp_path / "out"))
 
 
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [({"embed_scale": 8.0}, "embedding scale 8.0 against 1.0"), ({"logit_softcap": 30.0}, "logit cap 30.0")],
+    ids=["scale", "cap"],
+)
+def test_ends_that_the_target_does_not_have_are_refused_at_training(places, tmp_path, shape, words) -> None:
+    assert take(published(tmp_path, **shape), places[0], tmp_path / "out") == 0
+
+    with pytest.raises(ConfigError, match=words):
+        run_here(settings(places, tmp_path / "out"))
+
+
 def test_an_occupied_output_folder_is_refused(places, tmp_path, caplog) -> None:
     source = published(tmp_path)
 

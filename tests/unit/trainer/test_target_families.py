@@ -210,6 +210,16 @@ def test_what_is_special_about_a_family_is_reported(family) -> None:
     assert target.new_cache()._is_plain == (name not in SLIDING_OR_LINEAR)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gemma3"])
+def test_the_embedding_scale_is_exact_whatever_the_dtype(name: str, dtype: torch.dtype, tmp_path) -> None:
+    directory = save_family(name, tmp_path, hidden_size=40)
+
+    target = load_target(directory, device="cpu", dtype=dtype, mask_token_id=MASK_ID)
+
+    assert target.info.embed_scale == 40**0.5
+
+
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_text_model_of_a_multimodal_checkpoint_is_the_one_inside_it(name: str, tmp_path) -> None:
     directory = save_family(name, tmp_path)
