@@ -18,7 +18,7 @@ from tests.support.trainer_runs import REPOSITORY, launch, metrics_lines, read_s
 from trainer.telemetry.fields import FIELDS
 from trainer.telemetry.sink import WandbSink
 
-pytest.importorskip("wandb")
+wandb = pytest.importorskip("wandb")
 
 KEY = "a" * 40
 GPU = {
@@ -154,6 +154,9 @@ def test_an_offline_run_takes_the_fields_of_gpus(tmp_path, monkeypatch, offline)
     )
     sink.write(line)
     sink.close()
+    # else every run launched from here on shares this process's service, and the ids that it holds
+    wandb.teardown()
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)
 
     assert missing_fields({key for entry in history(run_file(tmp_path)) for key in entry}) == []
 
@@ -266,6 +269,7 @@ def test_m2_a_service_in_trouble_means_offline_files_with_every_line(tmp_path, k
 
     text = log.read_text()
     assert "W&B ONLINE FAILED" in text
+    assert "Using an existing wandb-core service" not in text
     assert KEY not in text
     assert read_status(run_dir)["degraded"]["wandb"] == "offline (online failed)"
     assert {line["step"] for line in history(run_file(run_dir))} == {

@@ -20,7 +20,7 @@ from trainer.telemetry.metrics import flatten, render_line
 
 _LOG = logging.getLogger(__name__)
 
-OFFLINE_TRIES = 6
+OFFLINE_TRIES = 2
 """Starts without the service after a failed one with it; the last one is under another id."""
 
 
@@ -92,7 +92,7 @@ class WandbSink:
         init_timeout_s: float,
         finish_timeout_s: float,
         on_trouble: Callable[[str], None],
-        retry_s: float = 2.0,
+        retry_s: float = 1.0,
     ) -> None:
         self._retry_s = retry_s
         self._on_trouble = on_trouble
@@ -191,13 +191,15 @@ class WandbSink:
             wandb.teardown()
             if not left:
                 # rather a run under a second id than none: `wandb sync --id` brings the two together
-                arguments = arguments | {"id": f"{arguments['id']}-offline"}
+                second = f"{arguments['id']}-offline"
+                _LOG.warning("W&B still holds run %s: offline as %s", arguments["id"], second)
+                arguments = arguments | {"id": second}
             try:
                 return wandb.init(mode="offline", settings=settings, **arguments)
             except Exception as error:
                 if not left:
                     raise
-                _LOG.warning("W&B does not go offline yet, trying again: %s", error)
+                _LOG.info("W&B does not go offline yet, trying again: %s", error)
                 time.sleep(self._retry_s)
         raise AssertionError("the last try returns or raises")
 

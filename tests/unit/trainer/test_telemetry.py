@@ -367,7 +367,7 @@ def test_wandb_falls_back_to_offline_loudly(monkeypatch, tmp_path, caplog):
     assert "W&B ONLINE FAILED (ConnectionError: no route to host)" in caplog.text
 
 
-@pytest.mark.parametrize(("busy", "run_id"), [(2, "abc"), (5, "abc-offline")], ids=["a while", "for good"])
+@pytest.mark.parametrize(("busy", "run_id"), [(0, "abc"), (1, "abc-offline")], ids=["free", "held"])
 def test_an_id_that_the_failed_start_still_holds_is_waited_for(monkeypatch, tmp_path, busy, run_id):
     fake = FakeWandb(fail_modes=("online",), busy=busy)
     monkeypatch.setitem(sys.modules, "wandb", fake)
