@@ -174,7 +174,11 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target-model", type=Path, metavar="DIR", help="with --check: also compare with this target")
     add("--drafter", type=Path, metavar="DIR", help="an exported or published drafter to write again")
     add("--output", type=Path, metavar="DIR", help="write it there, with every key that some engine reads")
-    add("--overwrite", action="store_true", help="replace an existing --output")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace an export that stands at --output; nothing else is ever replaced",
+    )
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:

@@ -34,6 +34,7 @@ from trainer.checkpoint.drafter_format import (
     render_config,
     tensor_faults,
 )
+from trainer.checkpoint.replacing import check_output, remove_export
 from trainer.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def export_drafter(
 
     Raises:
         CheckpointError: the directory exists, or the module's tensors are not those of the format.
+        ConfigError: the directory holds something else than an export, so that it cannot be replaced.
     """
     fields = {field.name: getattr(drafter.config, field.name) for field in dataclasses.fields(drafter.config)}
     return write_export(fields, drafter.state_dict(), target_meta, directory, overwrite=overwrite)
@@ -122,8 +124,7 @@ def write_export(
     overwrite: bool = False,
 ) -> Path:
     """Write an export from config fields and tensors (of a training state, say); see `export_drafter`."""
-    if directory.exists() and not overwrite:
-        raise CheckpointError(f"export directory exists: {directory}; choose another or allow overwriting")
+    check_output(directory, overwrite=overwrite)
     rendered = render_config(fields)
     _refuse_faults(rendered, tensors, "drafter")
     stored = {
@@ -238,7 +239,9 @@ def copy_export(source: Path, output: Path, *, overwrite: bool = False) -> Expor
 
     Raises:
         CheckpointError: the source does not verify, or the output exists.
+        ConfigError: the output is no export that may be replaced, or overlaps with the source.
     """
+    check_output(output, source=source, overwrite=overwrite)
     exported = read_export(source)
     write_export(exported.fields, exported.tensors, {"source": source}, output, overwrite=overwrite)
     return check_export(output)
@@ -296,11 +299,18 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _put_in_place(scratch: Path, directory: Path) -> None:
     """Rename into place; an old export is moved aside first, since a full directory cannot be replaced."""
     aside = directory.with_name(f".{directory.name}.old-{os.getpid()}")
-    if directory.exists():
+    is_replacing = directory.exists()
+    if is_replacing:
         directory.rename(aside)
-    scratch.rename(directory)
+    try:
+        scratch.rename(directory)
+    except OSError:
+        if is_replacing:
+            aside.rename(directory)
+        raise
     _fsync(directory.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    if is_replacing:
+        remove_export(aside)
 
 
 def _fsync(path: Path) -> None:

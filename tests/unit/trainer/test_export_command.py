@@ -18,6 +18,7 @@ from trainer.__main__ import main
 from trainer.arguments import add_export_arguments
 from trainer.checkpoint import export as export_module
 from trainer.checkpoint.export import check_export, export_drafter
+from trainer.checkpoint.replacing import remove_export
 from trainer.checkpoint.store import CheckpointStore
 from trainer.drafter.masks import FULL, SLIDING
 from trainer.drafter.model import Drafter
@@ -336,6 +337,103 @@ def test_output_is_a_full_copy(exported: Path, tmp_path: Path, capsys) -> None:
     with pytest.raises(CheckpointError, match="exists"):
         _run("--drafter", exported, "--output", tmp_path / "copy")
     assert _run("--drafter", exported, "--output", tmp_path / "copy", "--overwrite") == 0
+
+
+def _copy(exported: Path, output: Path, capsys) -> tuple[int, str]:
+    code = main(["export", "--drafter", str(exported), "--output", str(output), "--overwrite"])
+    return code, capsys.readouterr().err
+
+
+def _snapshot(folder: Path) -> dict[str, bytes | None]:
+    paths = sorted(folder.rglob("*"))
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+def _add(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text("mine")
+
+
+def _link_weights(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "elsewhere")
+    (folder / "model.safetensors").symlink_to(folder.parent / "elsewhere")
+
+
+def _forget_keys(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"architectures": config["architectures"]}))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _add("notes.txt"),
+        _add("model.safetensors.bak"),
+        lambda folder: (folder / "state").mkdir(),
+        _link_weights,
+        lambda folder: (folder / "model.safetensors").unlink(),
+        lambda folder: (folder / "config.json").unlink(),
+        _forget_keys,
+        lambda folder: (folder / "config.json").write_text("[]"),
+        lambda folder: [path.unlink() for path in folder.iterdir()],
+    ],
+    ids=["a text", "a backup", "a folder", "a link", "no weights", "no config", "a model", "a list", "empty"],
+)
+def test_overwriting_replaces_nothing_but_an_export(exported: Path, tmp_path: Path, spoil, capsys) -> None:
+    output = export_drafter(make_drafter(seed=9), None, tmp_path / "other" / "output")
+    spoil(output)
+    before = _snapshot(tmp_path)
+
+    code, said = _copy(exported, output, capsys)
+
+    assert (code, said.count("\n")) == (2, 1)
+    assert "--overwrite replaces nothing but an export" in said
+    assert _snapshot(tmp_path) == before
+
+
+def test_overwriting_follows_no_link_and_replaces_no_file(exported: Path, tmp_path: Path, capsys) -> None:
+    real = export_drafter(make_drafter(seed=9), None, tmp_path / "other" / "real")
+    (tmp_path / "link").symlink_to(real)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("mine")
+    before = _snapshot(tmp_path)
+
+    assert [_copy(exported, tmp_path / name, capsys)[0] for name in ("link", "dangling", "file")] == [2, 2, 2]
+    assert _snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("place", [".", "inner", "..", "../..", "../../.."])
+def test_output_never_overlaps_with_the_drafter(exported: Path, tmp_path: Path, place: str, capsys) -> None:
+    before = _snapshot(tmp_path)
+
+    code, said = _copy(exported, exported / place, capsys)
+
+    assert (code, said.count("\n")) == (2, 1)
+    assert "--output and --drafter must lie apart" in said
+    assert _snapshot(tmp_path) == before
+
+
+def test_overwriting_never_touches_a_run(exported: Path, tmp_path: Path, capsys) -> None:
+    store = CheckpointStore(tmp_path / "out" / "lineage-0000")
+    store.prepare()
+    saved = store.save("export", 7, lambda folder: export_drafter(make_drafter(seed=3), None, folder))
+    before = _snapshot(tmp_path)
+
+    for output in (saved, saved.parent, saved.parent.parent, tmp_path / "out", Path("/")):
+        assert _copy(exported, output, capsys)[0] == 2
+    assert _snapshot(tmp_path) == before
+
+
+def test_a_replaced_export_leaves_nothing_of_its_own_and_all_of_others(
+    exported: Path, tmp_path: Path
+) -> None:
+    output = export_drafter(make_drafter(seed=9), None, tmp_path / "other" / "output")
+
+    assert _run("--drafter", exported, "--output", output, "--overwrite") == 0
+    assert [path.name for path in output.parent.iterdir()] == ["output"]
+
+    (output / "late.txt").write_text("mine")
+    remove_export(output)
+    assert [path.name for path in output.iterdir()] == ["late.txt"]
 
 
 @pytest.mark.parametrize("words", [["--check"], ["--output", "x", "--drafter"]], ids=["check", "copy"])
