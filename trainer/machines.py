@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
+import logging
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,9 @@ from trainer.lifecycle.runfolder import hold_output
 from trainer.lifecycle.signals import StopRequest
 from trainer.lifecycle.stopping import StopWatch
 from trainer.pipeline.nodes import Nodes
-from trainer.pipeline.workers import Board
+from trainer.pipeline.workers import WAIT_S, Board
+
+_LOG = logging.getLogger(__name__)
 
 
 class Machines:
@@ -46,12 +51,22 @@ class Machines:
     def join(self, config: TrainConfig, board: Board) -> None:
         """Meet the others; may take as long as the slowest of them.
 
+        The main thread only waits: torch meets in one long call, in which no signal handler would run.
+
         Raises:
             PipelineError: they did not come.
         """
-        if self.count > 1:
-            set_collective_defaults()
-            self.nodes = Nodes(self._world, board, uses_cuda=config.devices.drafters()[0] != "cpu")
+        if self.count == 1:
+            return
+        set_collective_defaults()
+        _LOG.info(
+            "rank %d waits for the other %d at %s", self.rank, self.count - 1, self._world.meeting_point
+        )
+        meeting = _Meeting(self._world, board, uses_cuda=config.devices.drafters()[0] != "cpu")
+        meeting.start()
+        while meeting.is_alive():
+            meeting.join(WAIT_S)
+        self.nodes = meeting.result()
 
     def own_settings(self, config: TrainConfig) -> TrainConfig:
         """Return the settings of this rank's telemetry: one run of W&B for all machines, rank 0's."""
@@ -139,3 +154,26 @@ class Machines:
         """Tell the others why this rank ends; they end too."""
         if self.nodes is not None:
             self.nodes.fail(reason)
+
+
+class _Meeting(threading.Thread):
+    """Builds the link to the others; left behind when the run is stopped meanwhile."""
+
+    def __init__(self, world: World, board: Board, *, uses_cuda: bool) -> None:
+        super().__init__(name="meeting", daemon=True)
+        self._build = functools.partial(Nodes, world, board, uses_cuda=uses_cuda)
+        self._nodes: Nodes | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._nodes = self._build()
+        except BaseException as error:  # noqa: BLE001 (the main thread raises it, see `result`)
+            self._error = error
+
+    def result(self) -> Nodes:
+        """Return the link, or raise what kept it from being made."""
+        if self._error is not None:
+            raise self._error
+        assert self._nodes is not None
+        return self._nodes

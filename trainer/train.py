@@ -208,7 +208,8 @@ class Trainer:
     def _join_machines(self) -> None:
         if self._machines.count > 1:
             self._status.set_phase("loading", f"waiting for {self._machines.count - 1} other machines")
-        with self._signals.interrupting():
+        with self._start_watch.watching(), self._signals.interrupting():
+            self._start_watch.enter("waiting for the other machines")
             self._machines.join(self.config, self._board)
 
     def _leave_early(self) -> None:

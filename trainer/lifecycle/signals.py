@@ -108,7 +108,7 @@ class StopFile:
     def read(self) -> StopRequest | None:
         """Return the request, or None; a file that cannot be used is reported once and ignored."""
         try:
-            raw = self.path.read_text(encoding="utf-8")
+            raw = self.path.read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -206,10 +206,13 @@ def test_short_deadline_is_answered_with_the_time_still_needed(tmp_path, status,
     assert read(status)["stop"]["extend_s"] == 15.0
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"v": 1}', '{"id": "x", "deadline_s": "soon"}'])
-def test_unusable_stop_file_is_reported_once_and_ignored(tmp_path, caplog, text):
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"[]", b'{"v": 1}', b'{"id": "x", "deadline_s": "soon"}', b"\xff", b'{"id": "\xff"}', b""],
+)
+def test_unusable_stop_file_is_reported_once_and_ignored(tmp_path, caplog, content):
     (tmp_path / "control").mkdir()
-    (tmp_path / "control" / "stop.json").write_text(text)
+    (tmp_path / "control" / "stop.json").write_bytes(content)
     file = StopFile(tmp_path)
 
     assert (file.read(), file.read()) == (None, None)
