@@ -1,7 +1,7 @@
 """Several drafters on CUDA devices: the same sums as on the CPU, one model, and steps that never wait.
 
-CPU twins: `tests/unit/trainer/test_replicas.py`, `tests/integration/test_trainer_replicas.py` and
-`test_trainer_nodes.py`. Needs two GPUs.
+CPU twins: `tests/unit/trainer/test_replicas.py` and `test_transfer_streams.py`,
+`tests/integration/test_trainer_replicas.py` and `test_trainer_nodes.py`. Needs two GPUs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from tests.support.tiny import tiny_samples, tiny_target, write_tiny_corpus
 from tests.support.trainer_runs import launch, metrics_lines, read_status, run_here, settings_for
 from trainer.drafter.worker import DrafterWorker
 from trainer.optim.replicas import ReplicaGroup
+from trainer.pipeline.messages import FeaturePack, PackedTokens
+from trainer.pipeline.queues import HiddenStatesQueue
+from trainer.pipeline.transfer import CudaReceiver, PinnedPool, QueuedPack
 from trainer.pipeline.workers import Board, WorkerGroup
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -94,6 +97,70 @@ def test_golden_20_peer_sum_is_the_plain_sum_in_order_under_random_delays(replic
     threads.raise_first()
 
     assert [int(count) for count in wrong] == [0] * replicas
+
+
+def test_drafter_that_a_stop_sends_home_takes_one_that_is_mid_step_along():
+    board = Board(stall_s=20.0)
+    queue = HiddenStatesQueue(
+        board,
+        buckets=1,
+        min_ready=1,
+        max_depth=30,
+        max_bytes=1 << 30,
+        producers=1,
+        consumers=2,
+        seed=0,
+    )
+    pool, shape = PinnedPool(), (4, 2, 8)
+    busy, starved = [
+        CudaReceiver(
+            queue,
+            board=board,
+            pool=pool,
+            device=f"cuda:{place}",
+            shape=shape,
+            dtype=torch.float32,
+            consumer=place,
+        )
+        for place in range(2)
+    ]
+    queue.put(waiting_pack(0, shape))
+    busy.done(busy.next(stop_empties=True))
+
+    board.stop.set()
+    assert starved.next(stop_empties=True) is None
+    for number in range(1, 20):  # what the targets still had under way
+        queue.put(waiting_pack(number, shape))
+    queue.producer_done()
+    taken = 1
+    while (pack := busy.next(stop_empties=False)) is not None:
+        assert pack.features_TLD.device == torch.device("cuda", 0)
+        busy.done(pack)
+        taken += 1
+    queue.close()
+
+    assert taken < 8, "the step was to be cut short, for the other drafter brings nothing to it"
+    assert board.failure is None
+
+
+def waiting_pack(number, shape):
+    features, length = torch.zeros(shape).pin_memory(), shape[0]
+    tokens = PackedTokens(
+        input_ids_T=torch.zeros(length, dtype=torch.int64),
+        loss_mask_T=torch.ones(length, dtype=torch.bool),
+        doc_id_T=torch.zeros(length, dtype=torch.int32),
+        position_T=torch.arange(length),
+    )
+    pack = FeaturePack(
+        epoch=0,
+        pack_id=number,
+        bucket=0,
+        tokens=tokens,
+        features_TLD=features,
+        last_hidden_TD=None,
+        nbytes=features.nbytes,
+    )
+    return QueuedPack(pack=pack, pinned=None)
 
 
 @pytest.mark.parametrize("target", ["cpu", "0"], ids=["target-cpu", "target-shares-gpu0"])

@@ -225,10 +225,21 @@ class HiddenStatesQueue(Generic[ItemT]):
             self._closed = True
             self._changed.notify_all()
 
+    def leave(self) -> None:
+        """Say that a consumer went home at a stop: nobody must wait for the turn that it will not take."""
+        with self._changed:
+            self._has_left = True
+            self._changed.notify_all()
+
     @property
     def is_closed(self) -> bool:
         """True once no consumer takes anything any more."""
         return self._closed
+
+    @property
+    def has_left(self) -> bool:
+        """True once a consumer went home at a stop."""
+        return self._has_left
 
     def snapshot(self) -> QueueSnapshot:
         """Return depth, bytes and blocked time as they are now."""
@@ -252,8 +263,7 @@ class HiddenStatesQueue(Generic[ItemT]):
     def _is_over(self, *, stop_empties: bool) -> bool:
         """Tell a consumer that waits to go home."""
         if stop_empties and self._board.stop.is_set():
-            self._has_left = True
-            self._changed.notify_all()
+            self.leave()
         return self._closed or self._has_left or self._is_drained()
 
     def _is_drained(self) -> bool:

@@ -273,6 +273,8 @@ class CudaReceiver:
                 entry = self._ready.get(timeout=WAIT_S)
             except queue.Empty:
                 if stop_empties and self._board.stop.is_set():
+                    # this prefetch thread stops taking turns, so no other drafter may wait for them
+                    self._source.leave()
                     return None
                 self._board.check()
                 continue
@@ -302,8 +304,8 @@ class CudaReceiver:
             self._ready.put(None)
 
     def _take_slot(self) -> _Slot | None:
-        """Wait for a device slot; None when the drafter takes nothing any more."""
-        while not self._source.is_closed:
+        """Wait for a device slot; None when the drafters take nothing any more."""
+        while not (self._source.is_closed or self._source.has_left):
             try:
                 return self._free.get(timeout=WAIT_S)
             except queue.Empty:

@@ -36,8 +36,8 @@ def checksum(states):
 class Line:
     """Senders and receivers around one queue, as the trainer builds them."""
 
-    def __init__(self, *, senders=1, receivers=1, depth=6):
-        self.board = Board(stall_s=60.0)
+    def __init__(self, *, senders=1, receivers=1, depth=6, stall_s=60.0):
+        self.board = Board(stall_s=stall_s)
         self.queue = HiddenStatesQueue(
             self.board,
             buckets=1,
@@ -78,6 +78,9 @@ class Line:
         # the item is visible from here on, so its bytes must be complete
         if checksum(states) != self.sent[number]:
             self.early.append(number)
+        self.put(number, states, pinned)
+
+    def put(self, number, states, pinned):
         pack = FeaturePack(
             epoch=0,
             pack_id=number,
@@ -87,6 +90,7 @@ class Line:
             last_hidden_TD=states.last_hidden,
             nbytes=states.nbytes,
         )
+        self.board.beat("test")  # a stall is then a line in which nothing moves, not a slow machine
         self.queue.put(QueuedPack(pack=pack, pinned=pinned))
 
     def _read(self, pack):
@@ -158,3 +162,30 @@ def test_t6_dead_copy_thread_ends_the_run_with_its_traceback(monkeypatch, caplog
     assert line.board.failure.thread == thread
     assert f"{thread} died" in caplog.text
     assert "planted" in caplog.text
+
+
+def test_drafter_that_a_stop_sends_home_takes_one_that_is_mid_step_along(monkeypatch):
+    device = fake_streams.install(monkeypatch)
+    line = Line(receivers=2, depth=30, stall_s=20.0)
+    busy, starved = line.receivers
+    place_pack(line, 0)
+    busy.done(busy.next(stop_empties=True))
+
+    line.board.stop.set()
+    assert starved.next(stop_empties=True) is None
+    for number in range(1, 20):  # what the targets still had under way
+        place_pack(line, number)
+    line.queue.producer_done()
+    taken = 1
+    while (pack := busy.next(stop_empties=False)) is not None:
+        busy.done(pack)
+        taken += 1
+    line.queue.close()
+    device.end()
+
+    assert taken < 8, "the step was to be cut short, for the other drafter brings nothing to it"
+    assert line.board.failure is None
+
+
+def place_pack(line, number):
+    line.put(number, HiddenStates(features=torch.zeros(4, 2, 4), last_hidden=torch.zeros(4, 4)), None)
