@@ -1,7 +1,7 @@
 """The drafter on CUDA: fast attention against the dense reference, and steady steps that never wait.
 
 CPU twins: `test_golden_13` (mask_mod against the dense grid), `test_golden_22` (chunked loss, every
-objective), `test_golden_23` (equal teacher), `test_golden_15` (window), and the tests of the same names,
+objective), `test_golden_23` (equal target), `test_golden_15` (window), and the tests of the same names,
 `test_full_logits_never_exist_and_no_product_is_formed_twice` for the head's memory.
 """
 
@@ -131,7 +131,7 @@ def test_every_objective_in_bf16_stays_near_fp32(objective) -> None:
     torch.testing.assert_close(values[1], values[0], atol=2e-2, rtol=5e-2)
 
 
-def test_an_equal_teacher_gives_exactly_nothing() -> None:
+def test_an_equal_target_gives_exactly_nothing() -> None:
     hidden = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     head = torch.randn(5000, 64, device="cuda", dtype=torch.bfloat16)
     index = torch.arange(300, device="cuda")

@@ -45,16 +45,16 @@ def plain_sums(
     anchors: Anchors,
     objective: Objective,
     *,
-    teacher: torch.Tensor | None = None,
+    target: torch.Tensor | None = None,
 ) -> PlainSums:
-    """Compute one pack's sums; `teacher` replaces the log-probabilities made from the last hidden state."""
+    """Compute one pack's sums; `target` replaces the log-probabilities made from the last hidden state."""
     size = drafter.config.block_size
     labels = block_labels(pack.tokens, anchors, block_size=size, gamma=GAMMA)
     hidden = block_hidden(drafter, ends, pack, anchors, attention="dense")
     student = _logits(hidden, ends).log_softmax(dim=-1).view(len(anchors), size, -1)
-    if teacher is None:
+    if target is None:
         assert pack.last_hidden_TD is not None
-        teacher = _logits(pack.last_hidden_TD.to(hidden.device), ends).log_softmax(dim=-1)
+        target = _logits(pack.last_hidden_TD.to(hidden.device), ends).log_softmax(dim=-1)
     numerator = torch.zeros((), device=hidden.device, requires_grad=True) * 1.0
     share, total, blocks = objective.soft_label_share, 0.0, 0
     for block, anchor in enumerate(anchors.position_A.tolist()):
@@ -63,7 +63,7 @@ def plain_sums(
         hard = [-student[block, k, labels.labels_AK[block, k]] for k in reached]
         weights = _weights(objective, reached, [math.exp(-loss.item()) for loss in hard])
         for k, loss, weight in zip(reached, hard, weights, strict=True):
-            soft = kl_div(student[block, k], teacher[anchor + k - 1], reduction="sum", log_target=True)
+            soft = kl_div(student[block, k], target[anchor + k - 1], reduction="sum", log_target=True)
             numerator = numerator + weight * (share * soft + (1 - share) * loss)
             total += weight
     return PlainSums(numerator, float(blocks) if objective.weighting == DPACE else total, total)

@@ -1,8 +1,8 @@
 """From samples to what a forward pass takes: a right-padded batch, and its valid tokens packed to one row.
 
-Called by target workers and tests. The target runs on the padded batch; its hidden states are then gathered
-with `valid_rows_T`, which lines them up with `tokens` for the drafter. CPU tensors only; must not know
-models.
+Called by target workers, evaluation, planning and tests. The target runs on the padded batch; its hidden
+states are then gathered with `valid_rows_T`, which lines them up with `tokens` for the drafter. CPU tensors
+only; must not know models.
 
 Dimension suffixes: B batch, S padded length, T packed valid tokens.
 """
@@ -76,4 +76,26 @@ def pack_tokens(samples: Sequence[Sample]) -> PackedTokens:
         loss_mask_T=torch.from_numpy(np.concatenate([s.loss_mask_T for s in samples]).astype(np.bool_)),
         doc_id_T=torch.from_numpy(np.repeat(np.arange(len(samples), dtype=np.int32), lengths)),
         position_T=torch.from_numpy(np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])),
+    )
+
+
+def made_up_documents(lengths: Sequence[int], input_ids_T: Tensor | None = None) -> PackedTokens:
+    """Pack documents that no data set holds, for measurements and checks.
+
+    Args:
+        lengths: tokens of each document.
+        input_ids_T: int64, their tokens in a row; None for zeros.
+
+    Returns:
+        Tokens of which all but the first of each document are supervised.
+    """
+    counts = torch.tensor(lengths)
+    position_T = torch.cat([torch.arange(length) for length in lengths])
+    if input_ids_T is None:
+        input_ids_T = torch.zeros_like(position_T)
+    return PackedTokens(
+        input_ids_T=input_ids_T,
+        loss_mask_T=position_T >= 1,
+        doc_id_T=torch.repeat_interleave(torch.arange(len(lengths)), counts).to(torch.int32),
+        position_T=position_T,
     )

@@ -127,9 +127,9 @@ def _chunk(hidden_rD: Tensor, head_VD: Tensor, labels_r: Tensor, options: _Optio
     if soft is None:
         chunk = _hard(logits_rv, labels_r[:, None])
     else:
-        teacher_rD = soft.last_hidden_TD.index_select(0, soft.row_R[part])
-        teacher_rv, _ = _capped(_logits(teacher_rD, head_VD), options.softcap, with_slope=False)
-        chunk = _mixed(logits_rv, teacher_rv, labels_r[:, None], soft.share)
+        target_rD = soft.last_hidden_TD.index_select(0, soft.row_R[part])
+        target_rv, _ = _capped(_logits(target_rD, head_VD), options.softcap, with_slope=False)
+        chunk = _mixed(logits_rv, target_rv, labels_r[:, None], soft.share)
     if slope_rv is not None:
         chunk.grad_rv.mul_(slope_rv)
     return chunk
@@ -160,26 +160,24 @@ def _hard(logits_rv: Tensor, label_r1: Tensor) -> _Chunk:
     return _Chunk(grad_rv, loss_r, loss_r, (best_token_r1 == label_r1).flatten())
 
 
-def _mixed(logits_rv: Tensor, teacher_rv: Tensor, label_r1: Tensor, share: float) -> _Chunk:
+def _mixed(logits_rv: Tensor, target_rv: Tensor, label_r1: Tensor, share: float) -> _Chunk:
     """KL and cross-entropy in the given proportion; both sets of logits are used up.
 
-    With teacher and student alike every term cancels exactly: the same operations run on both.
+    With target and drafter alike every term cancels exactly: the same operations run on both.
     """
     best_token_r1 = logits_rv.argmax(dim=1, keepdim=True)
     logits_rv.sub_(logits_rv.gather(1, best_token_r1))
     label_logit_r1 = logits_rv.gather(1, label_r1)
-    teacher_rv.sub_(teacher_rv.amax(dim=1, keepdim=True))
-    weight_rv = teacher_rv.exp()
-    teacher_total_r1 = weight_rv.sum(dim=1, keepdim=True)
+    target_rv.sub_(target_rv.amax(dim=1, keepdim=True))
+    weight_rv = target_rv.exp()
+    target_total_r1 = weight_rv.sum(dim=1, keepdim=True)
     # the mean of log p - log q as one dot product per row: neither factor is read twice, nothing is written
-    gap_rv = teacher_rv.sub_(logits_rv)
-    mean_gap_r1 = torch.bmm(weight_rv[:, None, :], gap_rv[:, :, None])[:, 0] / teacher_total_r1
+    gap_rv = target_rv.sub_(logits_rv)
+    mean_gap_r1 = torch.bmm(weight_rv[:, None, :], gap_rv[:, :, None])[:, 0] / target_total_r1
     total_r1 = logits_rv.exp_().sum(dim=1, keepdim=True)
-    divergence_r1 = mean_gap_r1 + (total_r1.log() - teacher_total_r1.log())
+    divergence_r1 = mean_gap_r1 + (total_r1.log() - target_total_r1.log())
     cross_entropy_r1 = total_r1.log() - label_logit_r1
-    grad_rv = logits_rv.mul_(total_r1.reciprocal()).sub_(
-        weight_rv.mul_(share * teacher_total_r1.reciprocal())
-    )
+    grad_rv = logits_rv.mul_(total_r1.reciprocal()).sub_(weight_rv.mul_(share * target_total_r1.reciprocal()))
     grad_rv.scatter_add_(1, label_r1, torch.full_like(total_r1, share - 1.0))
     loss_r1 = share * divergence_r1 + (1.0 - share) * cross_entropy_r1
     correct_r = (best_token_r1 == label_r1).flatten()

@@ -135,7 +135,7 @@ def microbatch_sums(
             to_device(labels.labels_AK.flatten()[rows_R], device),
             chunk_rows=head_chunk_rows,
             softcap=ends.logit_softcap,
-            soft=_soft_labels(pack, objective, teacher_rows(anchors, size).flatten()[rows_R], device),
+            soft=_soft_labels(pack, objective, target_rows(anchors, size).flatten()[rows_R], device),
         )
     mask_AK = to_device(labels.mask_AK, device)
     weights_R, denominator = _weigh(objective, labels, result, mask_AK, index_R)
@@ -193,7 +193,7 @@ def block_token_ids(tokens: PackedTokens, anchors: Anchors, block_size: int, mas
     return ids_AK.flatten()
 
 
-def teacher_rows(anchors: Anchors, block_size: int) -> Tensor:
+def target_rows(anchors: Anchors, block_size: int) -> Tensor:
     """Say whose last hidden state predicts each block position: the token before it (int64 [A, K], CPU).
 
     Entries of positions without weight (the anchor itself, behind the document's end) may name any row, even
@@ -203,7 +203,7 @@ def teacher_rows(anchors: Anchors, block_size: int) -> Tensor:
 
 
 def _soft_labels(
-    pack: FeaturePack, objective: Objective, teacher_R: Tensor, device: torch.device
+    pack: FeaturePack, objective: Objective, target_R: Tensor, device: torch.device
 ) -> SoftLabels | None:
     if not objective.soft_label_share:
         return None
@@ -214,7 +214,7 @@ def _soft_labels(
         )
     return SoftLabels(
         last_hidden_TD=pack.last_hidden_TD.to(device, non_blocking=True),
-        row_R=to_device(teacher_R, device),
+        row_R=to_device(target_R, device),
         share=objective.soft_label_share,
     )
 

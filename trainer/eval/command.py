@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,62 +44,66 @@ SPEED_ROUNDS = 2
 SPEED_TOKENS = 128
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalRequest:
+    """What is measured, how, and where the record goes."""
+
+    target_model: Path
+    """directory of the target, with tokenizer"""
+    drafter: Path
+    """directory of an exported drafter"""
+    prompts: Path
+    """JSONL file of prompts, see `data.prompts`"""
+    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
+    """length limit per prompt"""
+    block_sizes: Sequence[int] = ()
+    """positions per block; empty takes the drafter's own"""
+    device: str = "cpu"
+    """`cpu`, `cuda` or `cuda:N`"""
+    max_prompts: int | None = None
+    """prompts used, in turn from every domain; None for all"""
+    batch_size: int | None = None
+    """prompts decoded at once; None for `BATCH_SIZES`"""
+    sampling: Sampling | None = None
+    """None is greedy"""
+    with_speed: bool = True
+    """also compare with plain decoding, greedy, one prompt at a time"""
+    thinking: str = "template"
+    """`on`, `off`, or `template` for what the chat template does by itself"""
+    json_path: Path | None = None
+    """where the full record goes, None for nowhere"""
+    markdown_path: Path | None = None
+    """the same as tables for people"""
+    plot_path: Path | None = None
+    """the same as a figure (PNG)"""
+
+
 def run_eval(args: argparse.Namespace) -> int:
     """Run the `eval` command; the table goes to standard output."""
     report = evaluate(
-        target_model=args.target_model,
-        drafter=args.drafter,
-        prompts=args.prompts,
-        max_new_tokens=args.max_new_tokens,
-        block_sizes=parse_block_sizes(args.block_size),
-        device=args.device,
-        max_prompts=args.max_prompts,
-        batch_size=args.batch_size,
-        sampling=sampling_of(args),
-        with_speed=not args.no_speed,
-        thinking=args.thinking,
-        json_path=args.json,
-        markdown_path=args.markdown,
-        plot_path=args.plot,
+        EvalRequest(
+            target_model=args.target_model,
+            drafter=args.drafter,
+            prompts=args.prompts,
+            max_new_tokens=args.max_new_tokens,
+            block_sizes=parse_block_sizes(args.block_size),
+            device=args.device,
+            max_prompts=args.max_prompts,
+            batch_size=args.batch_size,
+            sampling=sampling_of(args),
+            with_speed=not args.no_speed,
+            thinking=args.thinking,
+            json_path=args.json,
+            markdown_path=args.markdown,
+            plot_path=args.plot,
+        )
     )
     sys.stdout.write(render_table(report))
     return EXIT_FINISHED
 
 
-def evaluate(
-    *,
-    target_model: Path,
-    drafter: Path,
-    prompts: Path,
-    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-    block_sizes: Sequence[int] = (),
-    device: str = "cpu",
-    max_prompts: int | None = None,
-    batch_size: int | None = None,
-    sampling: Sampling | None = None,
-    with_speed: bool = True,
-    thinking: str = "template",
-    json_path: Path | None = None,
-    markdown_path: Path | None = None,
-    plot_path: Path | None = None,
-) -> dict[str, Any]:
-    """Measure a drafter against its target.
-
-    Args:
-        target_model: directory of the target, with tokenizer.
-        drafter: directory of an exported drafter.
-        prompts: JSONL file of prompts, see `data.prompts`.
-        max_new_tokens: length limit per prompt.
-        block_sizes: positions per block; empty takes the drafter's own.
-        device: `cpu`, `cuda` or `cuda:N`.
-        max_prompts: prompts used, in turn from every domain; None for all.
-        batch_size: prompts decoded at once; None for `BATCH_SIZES`.
-        sampling: None is greedy.
-        with_speed: also compare with plain decoding, greedy, one prompt at a time.
-        thinking: `on`, `off`, or `template` for what the chat template does by itself.
-        json_path: where the full record goes, None for nowhere.
-        markdown_path: the same as tables for people.
-        plot_path: the same as a figure (PNG).
+def evaluate(request: EvalRequest) -> dict[str, Any]:
+    """Measure a drafter against its target, and write the files that were asked for.
 
     Returns:
         The record.
@@ -109,48 +114,61 @@ def evaluate(
         DataError: no usable prompt.
         DependencyError: a figure is wanted and matplotlib is missing.
     """
-    place = _check_device(device)
-    _check_numbers(max_new_tokens=max_new_tokens, max_prompts=max_prompts, batch_size=batch_size)
-    if plot_path is not None:
+    place = _check_device(request.device)
+    _check_numbers(
+        max_new_tokens=request.max_new_tokens,
+        max_prompts=request.max_prompts,
+        batch_size=request.batch_size,
+    )
+    if request.plot_path is not None:
         require_matplotlib()
     # Speculative output equals plain output exactly only in fp32; on GPUs serving runs in bf16, and so do we.
     dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
-    prompt_file = read_prompts(prompts)
-    model = load_drafter(drafter, device=place, dtype=dtype)
-    target = load_target(target_model, device=place, dtype=dtype)
-    _check_pair(target, model)
-    sizes = list(dict.fromkeys(block_sizes)) or [model.config.block_size]
-    warnings = _size_warnings(sizes, model.config.block_size)
-    plan = MeasurePlan(
-        block_sizes=sizes,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size or BATCH_SIZES[place.type],
-        sampling=sampling,
-        compared_prompts=COMPARED_PROMPTS if with_speed else 0,
-        speed_rounds=SPEED_ROUNDS,
-        speed_tokens=min(max_new_tokens, SPEED_TOKENS),
-        thinking=thinking,
-    )
-    blocks = measure(target, model, _choose(prompt_file.prompts, max_prompts), plan)
+    prompt_file = read_prompts(request.prompts)
+    drafter = load_drafter(request.drafter, device=place, dtype=dtype)
+    target = load_target(request.target_model, device=place, dtype=dtype)
+    _check_pair(target, drafter)
+    trained_size = drafter.config.block_size
+    plan = _plan(request, place, trained_size)
+    warnings = _size_warnings(plan.block_sizes, trained_size)
+    blocks = measure(target, drafter, _choose(prompt_file.prompts, request.max_prompts), plan)
     setting = {
-        "target_model": str(target_model),
-        "drafter": str(drafter),
-        "prompts": str(prompts),
+        "target_model": str(request.target_model),
+        "drafter": str(request.drafter),
+        "prompts": str(request.prompts),
         "skipped_prompts": dict(prompt_file.skipped),
-        "trained_block_size": model.config.block_size,
+        "trained_block_size": trained_size,
         **plan.as_dict(),
         **_describe_process(place, dtype),
         "warnings": warnings,
     }
-    report = build_report(blocks, setting=setting, trained_block_size=model.config.block_size)
-    if json_path is not None:
-        _write("--json", json_path, lambda path: path.write_text(json.dumps(report, indent=2) + "\n"))
-    if plot_path is not None:
-        _write("--plot", plot_path, lambda path: draw_report(report, path))
-    if markdown_path is not None:
-        text = render_markdown(report, plot=_relative(plot_path, markdown_path))
-        _write("--markdown", markdown_path, lambda path: path.write_text(text))
+    report = build_report(blocks, setting=setting, trained_block_size=trained_size)
+    _write_report(report, request)
     return report
+
+
+def _plan(request: EvalRequest, place: torch.device, trained_size: int) -> MeasurePlan:
+    return MeasurePlan(
+        block_sizes=list(dict.fromkeys(request.block_sizes)) or [trained_size],
+        max_new_tokens=request.max_new_tokens,
+        batch_size=request.batch_size or BATCH_SIZES[place.type],
+        sampling=request.sampling,
+        compared_prompts=COMPARED_PROMPTS if request.with_speed else 0,
+        speed_rounds=SPEED_ROUNDS,
+        speed_tokens=min(request.max_new_tokens, SPEED_TOKENS),
+        thinking=request.thinking,
+    )
+
+
+def _write_report(report: dict[str, Any], request: EvalRequest) -> None:
+    record_path, figure_path, page_path = request.json_path, request.plot_path, request.markdown_path
+    if record_path is not None:
+        _write("--json", record_path, lambda path: path.write_text(json.dumps(report, indent=2) + "\n"))
+    if figure_path is not None:
+        _write("--plot", figure_path, lambda path: draw_report(report, path))
+    if page_path is not None:
+        text = render_markdown(report, plot=_relative(figure_path, page_path))
+        _write("--markdown", page_path, lambda path: path.write_text(text))
 
 
 def _describe_process(place: torch.device, dtype: torch.dtype) -> dict[str, Any]:

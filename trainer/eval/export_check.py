@@ -23,6 +23,7 @@ from trainer.checkpoint import export_faults as faults
 from trainer.checkpoint.drafter_format import tensor_faults
 from trainer.checkpoint.export import CONFIG_NAME, read_config, read_weights
 from trainer.checkpoint.store import MANIFEST, verify
+from trainer.data.collate import made_up_documents
 from trainer.drafter.anchors import Anchors
 from trainer.drafter.cache import DraftCache
 from trainer.drafter.exported import load_drafter
@@ -30,7 +31,7 @@ from trainer.drafter.loss import FrozenEnds, block_hidden
 from trainer.drafter.model import Drafter
 from trainer.errors import TrainerError
 from trainer.eval.speculative import frozen_ends
-from trainer.pipeline.messages import FeaturePack, PackedTokens
+from trainer.pipeline.messages import FeaturePack, HiddenStates
 from trainer.target.capture import Target
 
 CONTEXT_TOKENS = 24
@@ -196,21 +197,8 @@ def _context(drafter: Drafter, target: Target | None) -> tuple[FeaturePack, Froz
         ends = frozen_ends(target, config)
         features_BTLD, _ = target.hidden_states(ids_T[None], None, config.target_layer_ids)
         features_TLD = features_BTLD[0]
-    tokens = PackedTokens(
-        input_ids_T=ids_T,
-        loss_mask_T=torch.ones(CONTEXT_TOKENS, dtype=torch.bool),
-        doc_id_T=torch.zeros(CONTEXT_TOKENS, dtype=torch.int32),
-        position_T=torch.arange(CONTEXT_TOKENS),
-    )
-    pack = FeaturePack(
-        epoch=0,
-        pack_id=0,
-        bucket=0,
-        tokens=tokens,
-        features_TLD=features_TLD,
-        last_hidden_TD=None,
-        nbytes=features_TLD.nbytes,
-    )
+    tokens = made_up_documents([CONTEXT_TOKENS], ids_T)
+    pack = FeaturePack.unplanned(tokens, HiddenStates(features=features_TLD))
     return pack, ends
 
 

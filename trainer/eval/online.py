@@ -26,9 +26,9 @@ from trainer.drafter.loss import FrozenEnds
 from trainer.drafter.model import Drafter
 from trainer.eval.alarm import Estimate, Judgement, judge
 from trainer.eval.batched import decode_prompts
+from trainer.eval.expected import ExpectedPass, expected_acceptance
 from trainer.eval.speculative import SpeculativeResult, frozen_ends
 from trainer.eval.statistics import Counted, by_offset, mean_of_prompts, mean_of_verifies
-from trainer.eval.teacher_forced import ForcedPass, expected_acceptance
 from trainer.lifecycle.heartbeat import StatusFile
 from trainer.target.capture import Target
 
@@ -83,7 +83,7 @@ class OnlineEvaluation:
         self._held_out = held_out
         self._config = config
         self._around = around
-        self._pass = ForcedPass(
+        self._pass = ExpectedPass(
             max_anchors=around.max_anchors,
             head_chunk_rows=around.head_chunk_rows,
             seed=around.seed,

@@ -76,6 +76,19 @@ class FeaturePack:
     """[T, D] last hidden state (after the final norm), only when soft labels are used"""
     nbytes: int
 
+    @classmethod
+    def unplanned(cls, tokens: PackedTokens, states: HiddenStates) -> FeaturePack:
+        """Wrap states [T, ...] that no epoch plan asked for: of a measurement, a check, an evaluation."""
+        return cls(
+            epoch=0,
+            pack_id=0,
+            bucket=0,
+            tokens=tokens,
+            features_TLD=states.features,
+            last_hidden_TD=states.last_hidden,
+            nbytes=states.nbytes,
+        )
+
     @property
     def states(self) -> HiddenStates:
         """Both tensors as one value."""

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 
 from trainer.config import TrainConfig
+from trainer.data.collate import made_up_documents
 from trainer.drafter.anchors import block_labels, select_anchors
 from trainer.drafter.loss import FrozenEnds, microbatch_sums
 from trainer.drafter.model import DrafterConfig, build_drafter
 from trainer.drafter.objective import Objective
 from trainer.optim.adamw import AdamWSettings, MasterAdamW
 from trainer.pipeline.devices import on_device, pick_attention, pick_dtype
-from trainer.pipeline.messages import FeaturePack
-from trainer.planning.outline import documents
+from trainer.pipeline.messages import FeaturePack, HiddenStates
 from trainer.planning.packs import PackFacts
 from trainer.planning.split import Rates
 from trainer.target.capture import Target
@@ -103,22 +103,14 @@ def drafter_step(
     """Return one micro-batch of the common pack with its share of the optimizer step, on the ends' device."""
     model = build_drafter(drafter, seed=0, dtype=ends.head_weight_VD.dtype).to(ends.head_weight_VD.device)
     optimizer = MasterAdamW(model.named_parameters(), AdamWSettings.from_config(config.optim))
-    tokens = documents(packs.common_lengths)
+    tokens = made_up_documents(packs.common_lengths)
     features_TLD = torch.randn(
         (sum(packs.common_lengths), len(drafter.target_layer_ids), drafter.hidden_size),
         dtype=model.dtype,
         device=model.device,
     )
-    needs_last = config.loss.uses_soft_labels
-    pack = FeaturePack(
-        epoch=0,
-        pack_id=0,
-        bucket=0,
-        tokens=tokens,
-        features_TLD=features_TLD,
-        last_hidden_TD=features_TLD[:, 0].contiguous() if needs_last else None,
-        nbytes=features_TLD.nbytes,
-    )
+    last_TD = features_TLD[:, 0].contiguous() if config.loss.uses_soft_labels else None
+    pack = FeaturePack.unplanned(tokens, HiddenStates(features=features_TLD, last_hidden=last_TD))
     attention = pick_attention(config.loss.attention, str(model.device), may_compile=config.loss.compile)
     done = 0
 

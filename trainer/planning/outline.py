@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from trainer.data.collate import made_up_documents
 from trainer.drafter.anchors import block_labels, select_anchors
 from trainer.drafter.loss import FrozenEnds, microbatch_sums
 from trainer.drafter.model import Drafter, DrafterConfig
 from trainer.drafter.objective import Objective
-from trainer.pipeline.messages import FeaturePack, PackedTokens
+from trainer.pipeline.messages import FeaturePack, HiddenStates
 from trainer.planning.meter import PeakMeter, Phase
 from trainer.target.capture import Target
 
@@ -52,7 +53,7 @@ class Needs:
 class DrafterLoad:
     """One micro-batch as a drafter gets it.
 
-    `lengths` are the tokens of the pack's documents; every token behind the second is taken as supervised,
+    `lengths` are the tokens of the pack's documents; every token behind the first is taken as supervised,
     so that as many anchors are drawn as can be.
     """
 
@@ -84,7 +85,7 @@ def measure_microbatch(
 ) -> list[Phase]:
     """Run one micro-batch on the drafter's device (`meta` for a dry run) and return what its phases took."""
     config, device = drafter.config, drafter.device
-    tokens = documents(load.lengths)
+    tokens = made_up_documents(load.lengths)
     rows, layers = sum(load.lengths), len(config.target_layer_ids)
     features_TLD = torch.zeros(rows, layers, config.hidden_size, dtype=feature_dtype, device=device)
     last_TD: Tensor | None = None
@@ -94,15 +95,7 @@ def measure_microbatch(
         tokens, load.max_anchors, block_size=config.block_size, rng=np.random.default_rng(0)
     )
     labels = block_labels(tokens, anchors, block_size=config.block_size, gamma=7.0)
-    pack = FeaturePack(
-        epoch=0,
-        pack_id=0,
-        bucket=0,
-        tokens=tokens,
-        features_TLD=features_TLD,
-        last_hidden_TD=last_TD,
-        nbytes=features_TLD.nbytes,
-    )
+    pack = FeaturePack.unplanned(tokens, HiddenStates(features=features_TLD, last_hidden=last_TD))
     meter = PeakMeter(device.type)
     meter.ignore(features_TLD, ends.embed_weight_VD, ends.head_weight_VD, *drafter.parameters())
     if last_TD is not None:
@@ -130,18 +123,6 @@ def measure_microbatch(
     for parameter in drafter.parameters():
         parameter.grad = None
     return meter.phases
-
-
-def documents(lengths: Sequence[int]) -> PackedTokens:
-    """Return a pack of made-up tokens."""
-    counts = torch.tensor(lengths)
-    position_T = torch.cat([torch.arange(length) for length in lengths])
-    return PackedTokens(
-        input_ids_T=torch.zeros(int(counts.sum()), dtype=torch.int64),
-        loss_mask_T=position_T >= 1,
-        doc_id_T=torch.repeat_interleave(torch.arange(len(lengths)), counts).to(torch.int32),
-        position_T=position_T,
-    )
 
 
 def target_needs(

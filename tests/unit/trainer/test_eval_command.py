@@ -16,7 +16,7 @@ from trainer.checkpoint.export import export_drafter
 from trainer.data.prompts import Prompt
 from trainer.errors import CheckpointError, ConfigError, DataError, DependencyError
 from trainer.eval import plot
-from trainer.eval.command import evaluate, parse_block_sizes, run_eval, sampling_of
+from trainer.eval.command import EvalRequest, evaluate, parse_block_sizes, run_eval, sampling_of
 from trainer.eval.markdown import render_markdown
 from trainer.eval.prompts import encode_prompts
 from trainer.eval.report import MeasuredBlock, MeasuredPrompt, build_report, render_table
@@ -293,7 +293,7 @@ def test_eval_samples_without_speed_and_repeats_itself(inputs) -> None:
         "sampling": sampling_of(_arguments("--temperature=1", "--scheme=rejection", "--seed=3")),
     }
 
-    first, second = evaluate(**settings, batch_size=1), evaluate(**settings)
+    first, second = (evaluate(EvalRequest(**settings, batch_size=size)) for size in (1, None))
 
     assert first["prompts"] == 4
     assert {name: group["prompts"] for name, group in first["block_sizes"][0]["domains"].items()} == {
@@ -314,7 +314,7 @@ def test_a_figure_without_matplotlib_is_refused_before_anything_is_loaded(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
     with pytest.raises(DependencyError, match=r"dflash-supervisor\[plot\]"):
-        evaluate(**(inputs | {"drafter": Path("nowhere")}), plot_path=tmp_path / "x.png")
+        evaluate(EvalRequest(**(inputs | {"drafter": Path("nowhere")}), plot_path=tmp_path / "x.png"))
 
 
 def test_a_figure_can_be_drawn_of_nothing(tmp_path) -> None:
@@ -327,7 +327,7 @@ def test_eval_refuses_a_drafter_of_another_target(inputs, tmp_path) -> None:
     export_drafter(make_drafter(vocab_size=98), None, tmp_path / "other")
 
     with pytest.raises(ConfigError, match="another target"):
-        evaluate(**(inputs | {"drafter": tmp_path / "other"}))
+        evaluate(EvalRequest(**(inputs | {"drafter": tmp_path / "other"})))
 
 
 @pytest.mark.parametrize(
@@ -343,10 +343,10 @@ def test_eval_refuses_a_drafter_of_another_target(inputs, tmp_path) -> None:
 )
 def test_eval_refuses_what_cannot_work(inputs, change: dict, error: type[Exception]) -> None:
     with pytest.raises(error):
-        evaluate(**(inputs | change))
+        evaluate(EvalRequest(**(inputs | change)))
 
 
 def test_drafter_weights_are_evaluated_in_fp32_on_the_cpu(inputs) -> None:
-    report = evaluate(**inputs, max_new_tokens=2, max_prompts=1, with_speed=False)
+    report = evaluate(EvalRequest(**inputs, max_new_tokens=2, max_prompts=1, with_speed=False))
 
     assert report["setting"]["dtype"] == "float32"

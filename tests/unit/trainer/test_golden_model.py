@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
+from tests.support.plain_loss import OBJECTIVES
 from tests.support.tiny import tiny_target
-from tests.support.tiny_drafter import anchors_at, make_drafter, make_ends, make_pack, make_tokens
+from tests.support.tiny_drafter import (
+    anchors_at,
+    make_drafter,
+    make_ends,
+    make_last_hidden,
+    make_pack,
+    make_tokens,
+)
 from trainer.drafter.anchors import block_labels, pad_anchors
 from trainer.drafter.cache import DraftCache
 from trainer.drafter.loss import block_hidden, microbatch_sums
 from trainer.drafter.masks import FULL, SLIDING, build_layout, dense_mask, make_mask_mod
 from trainer.drafter.model import default_target_layer_ids
-from trainer.pipeline.messages import PackedTokens
+from trainer.drafter.objective import Objective
+from trainer.pipeline.messages import FeaturePack, PackedTokens
 
 CPU_KERNELS = pytest.mark.parametrize("attention", ["dense", "sdpa"])
 LAYOUTS = pytest.mark.parametrize(
@@ -208,22 +218,58 @@ def test_golden_11_packed_documents_equal_separate_ones(attention: str) -> None:
 
 @CPU_KERNELS
 @LAYOUTS
-def test_golden_12_padding_changes_nothing_and_makes_no_nan(attention: str, shape: dict) -> None:
+def test_golden_12_padding_changes_no_hidden_state(attention: str, shape: dict) -> None:
     drafter, ends, tokens = make_drafter(**shape), make_ends(), make_tokens((15, 25), supervised=0.9)
     pack, anchors = make_pack(tokens), anchors_at(3, 13, 18, 38)
-    padded = make_pack(_pad(tokens, 9), features=torch.cat([pack.features_TLD, torch.full((9, 2, 64), 1e4)]))
     plain = block_hidden(drafter, ends, pack, anchors, attention=attention)
 
-    hidden = block_hidden(drafter, ends, padded, pad_anchors(anchors, 9), attention=attention)
-    sums = _sums(drafter, padded, pad_anchors(anchors, 9), ends, attention)
-    reference = _sums(drafter, pack, anchors, ends, attention)
+    hidden = block_hidden(drafter, ends, _padded(pack), pad_anchors(anchors, 9), attention=attention)
+    hidden.square().sum().backward()
 
     assert torch.isfinite(hidden).all()
     torch.testing.assert_close(hidden[:16], plain, atol=1e-5, rtol=0)
-    assert sums.numerator.item() == pytest.approx(reference.numerator.item(), abs=1e-4)
-    assert sums.denominator.item() == pytest.approx(reference.denominator.item(), abs=1e-6)
-    hidden.square().sum().backward()
     assert all(torch.isfinite(parameter.grad).all() for parameter in drafter.parameters())
+
+
+@CPU_KERNELS
+@LAYOUTS
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_golden_12_padding_changes_neither_loss_nor_gradient(
+    attention: str, shape: dict, objective: Objective
+) -> None:
+    """The batch padded on the right, and blocks that stand for nothing, one at a time and together."""
+    ends, tokens = make_ends(), make_tokens((15, 25), supervised=0.9)
+    pack, anchors = make_pack(tokens, last_hidden=make_last_hidden(tokens)), anchors_at(3, 13, 18, 38)
+    plain = make_drafter(**shape)
+    reference = _sums(plain, pack, anchors, ends, attention, objective)
+    reference.numerator.backward()
+
+    for rows, blocks in ((_padded(pack), anchors), (pack, pad_anchors(anchors, 9))):
+        _assert_same_step(plain, reference, make_drafter(**shape), (rows, blocks, ends, attention, objective))
+    both = (_padded(pack), pad_anchors(anchors, 9), ends, attention, objective)
+    _assert_same_step(plain, reference, make_drafter(**shape), both)
+
+
+def _assert_same_step(plain, reference, drafter, inputs) -> None:
+    sums = _sums(drafter, *inputs)
+    sums.numerator.backward()
+    assert math.isfinite(sums.numerator.item())
+    assert sums.numerator.item() == pytest.approx(reference.numerator.item(), rel=1e-5, abs=1e-5)
+    assert sums.denominator.item() == pytest.approx(reference.denominator.item(), abs=1e-6)
+    for (name, mine), expected in zip(drafter.named_parameters(), plain.parameters(), strict=True):
+        assert torch.isfinite(mine.grad).all(), name
+        assert expected.grad.any(), name
+        torch.testing.assert_close(mine.grad, expected.grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def _padded(pack: FeaturePack) -> FeaturePack:
+    """Nine rows of padding, supervised and full of large numbers: nobody may look."""
+    last = pack.last_hidden_TD
+    return make_pack(
+        _pad(pack.tokens, 9),
+        features=torch.cat([pack.features_TLD, torch.full((9, 2, 64), 1e4)]),
+        last_hidden=None if last is None else torch.cat([last, torch.full((9, 64), 1e4)]),
+    )
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
@@ -288,7 +334,7 @@ def test_golden_15_only_states_inside_the_window_reach_the_output(attention: str
         assert torch.equal(before[0], after[0]) == (distance == window)
 
 
-def _sums(drafter, pack, anchors, ends, attention):
+def _sums(drafter, pack, anchors, ends, attention, objective=OBJECTIVES["ce"]):
     labels = block_labels(pack.tokens, anchors, block_size=4, gamma=4.0)
     return microbatch_sums(
         drafter,
@@ -300,6 +346,7 @@ def _sums(drafter, pack, anchors, ends, attention):
         noise_seed=0,
         head_chunk_rows=16,
         attention=attention,
+        objective=objective,
     )
 
 

@@ -34,7 +34,7 @@ from trainer.data.corpus import Sample
 from trainer.drafter.acceptance import summarize
 from trainer.drafter.anchors import anchor_candidates, block_labels, pad_anchors, select_anchors
 from trainer.drafter.head import SoftLabels, head_losses
-from trainer.drafter.loss import microbatch_sums, teacher_rows
+from trainer.drafter.loss import microbatch_sums, target_rows
 from trainer.drafter.model import build_drafter
 from trainer.drafter.objective import DPACE, Objective, dpace_weights
 from trainer.errors import PipelineError
@@ -48,7 +48,7 @@ every_objective = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=
 
 @every_objective
 def test_golden_19_uniform_logits_have_the_loss_of_a_uniform_guess(objective: Objective) -> None:
-    """Where the head knows nothing, teacher and student are both uniform: no KL, and ln V of the rest."""
+    """Where the head knows nothing, target and drafter are both uniform: no KL, and ln V of the rest."""
     ends = make_ends()
     ends = dataclasses.replace(ends, head_weight_VD=torch.zeros_like(ends.head_weight_VD))
     tokens = make_tokens((15, 25), supervised=0.9)
@@ -63,7 +63,7 @@ def test_golden_19_uniform_logits_have_the_loss_of_a_uniform_guess(objective: Ob
         assert sums.denominator.item() == pytest.approx(weighed.total_weight, rel=1e-5)
 
 
-def test_golden_19_the_loss_against_a_sure_teacher_is_ln_v_too() -> None:
+def test_golden_19_the_loss_against_a_sure_target_is_ln_v_too() -> None:
     rows = head_losses(
         torch.zeros(5, 97),
         torch.eye(97),
@@ -177,7 +177,7 @@ def test_golden_22_soft_labels_without_last_hidden_states_are_refused() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_golden_23_equal_teacher_gives_no_loss_and_no_gradient(
+def test_golden_23_equal_target_gives_no_loss_and_no_gradient(
     softcap: float | None, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -193,7 +193,7 @@ def test_golden_23_equal_teacher_gives_no_loss_and_no_gradient(
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_golden_23_one_hot_teacher_is_cross_entropy(share: float) -> None:
+def test_golden_23_one_hot_target_is_cross_entropy(share: float) -> None:
     generator = torch.Generator().manual_seed(0)
     head, labels = 4.0 * torch.eye(97), torch.randint(0, 97, (9,), generator=generator)
     hidden = torch.randn(9, 97, generator=generator, requires_grad=True)
@@ -234,7 +234,7 @@ def greedy(tmp_path_factory):
     return target, make_pack(batch.tokens, features=states.features, last_hidden=states.last_hidden)
 
 
-def test_golden_24_the_teachers_best_token_is_the_label_everywhere(greedy) -> None:
+def test_golden_24_the_targets_best_token_is_the_label_everywhere(greedy) -> None:
     target, pack = greedy
     ends = frozen_ends(target, make_drafter().config)
     count = len(anchor_candidates(pack.tokens))
@@ -242,7 +242,7 @@ def test_golden_24_the_teachers_best_token_is_the_label_everywhere(greedy) -> No
     labels = block_labels(pack.tokens, anchors, block_size=4, gamma=GAMMA)
 
     mask = labels.mask_AK
-    best_R = ends.logits(pack.last_hidden_TD).argmax(dim=-1)[teacher_rows(anchors, 4)[mask]]
+    best_R = ends.logits(pack.last_hidden_TD).argmax(dim=-1)[target_rows(anchors, 4)[mask]]
 
     assert len(pack.tokens.input_ids_T.unique()) > 20
     assert mask.sum() > 3 * count * 0.9
@@ -262,14 +262,14 @@ def test_golden_24_the_loss_uses_the_targets_own_distribution(greedy) -> None:
 
     sums = _sums(drafter, ends, pack, anchors, OBJECTIVES["kl"])
     plain = plain_sums(
-        make_drafter(), ends, pack, anchors, OBJECTIVES["kl"], teacher=torch.cat(logits).log_softmax(dim=-1)
+        make_drafter(), ends, pack, anchors, OBJECTIVES["kl"], target=torch.cat(logits).log_softmax(dim=-1)
     )
 
     assert sums.numerator.item() == pytest.approx(plain.numerator.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss"])
-def test_golden_24_every_familys_teacher_is_the_model_itself(family: str, tmp_path) -> None:
+def test_golden_24_every_familys_target_is_the_model_itself(family: str, tmp_path) -> None:
     """Final norm, soft-cap and head as the model applies them, for families that do something special."""
     target = load_target(
         save_family(family, tmp_path), device="cpu", dtype=torch.float32, mask_token_id=MASK_ID

@@ -20,7 +20,7 @@ from trainer.drafter.acceptance import AcceptanceReading, BlockCounts, summarize
 from trainer.drafter.anchors import Anchors, anchor_candidates, block_labels, select_anchors
 from trainer.drafter.loss import FrozenEnds, microbatch_sums
 from trainer.drafter.model import Drafter
-from trainer.pipeline.messages import FeaturePack, PackedTokens
+from trainer.pipeline.messages import FeaturePack, HiddenStates, PackedTokens
 from trainer.target.capture import Target
 
 _BATCH_TOKENS = 8192
@@ -29,7 +29,7 @@ _GAMMA = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForcedPass:
+class ExpectedPass:
     """How a pass is made.
 
     `lock` is held during each forward of the target; `beat` is called after each batch, `is_stopping` before.
@@ -49,7 +49,7 @@ def expected_acceptance(
     drafter: Drafter,
     ends: FrozenEnds,
     samples: Sequence[Sample],
-    settings: ForcedPass,
+    settings: ExpectedPass,
     *,
     starts: Sequence[Sequence[int]] | None = None,
 ) -> AcceptanceReading | None:
@@ -99,7 +99,7 @@ def _batches(samples: Sequence[Sample]) -> list[list[int]]:
     return batches
 
 
-def _draw(tokens: PackedTokens, block_size: int, settings: ForcedPass, number: int) -> Anchors:
+def _draw(tokens: PackedTokens, block_size: int, settings: ExpectedPass, number: int) -> Anchors:
     """Draw anchors that depend on nothing but the seed and the batch."""
     count = min(anchor_candidates(tokens).numel(), settings.max_anchors)
     rng = np.random.default_rng([settings.seed, number])
@@ -121,7 +121,7 @@ def _count(
     ends: FrozenEnds,
     batch: TargetBatch,
     anchors: Anchors,
-    settings: ForcedPass,
+    settings: ExpectedPass,
 ) -> BlockCounts:
     size = drafter.config.block_size
     if not bool(anchors.valid_A.any()):
@@ -131,15 +131,7 @@ def _count(
             batch.input_ids_BS, batch.attention_mask_BS, drafter.config.target_layer_ids
         )
     features_TLD = hidden_BSLD.flatten(0, 1).index_select(0, batch.valid_rows_T.to(hidden_BSLD.device))
-    pack = FeaturePack(
-        epoch=0,
-        pack_id=0,
-        bucket=0,
-        tokens=batch.tokens,
-        features_TLD=features_TLD,
-        last_hidden_TD=None,
-        nbytes=features_TLD.nbytes,
-    )
+    pack = FeaturePack.unplanned(batch.tokens, HiddenStates(features=features_TLD))
     return microbatch_sums(
         drafter,
         ends,
