@@ -225,15 +225,15 @@ def host_budget(
     pack = math.ceil(packs.mean_tokens * per_token)
     queued = int(min(cap, config.queue.hs_max_depth * pack))
     ready = min(cap, config.queue.hs_min_ready * pack)
-    in_flight = DEVICE_SLOTS * len(config.devices.targets()) * packs.most_tokens * per_token
+    in_flight = DEVICE_SLOTS * len(config.devices.targets()) * _pinned_bytes(packs.most_tokens * per_token)
     terms = [
         Term("process and libraries", PROCESS_BYTES, "estimate"),
         Term("queue of hidden states", queued, f"at --hs-max-depth {config.queue.hs_max_depth}"),
     ]
     if has_cuda:
-        rounded = int(queued * (_power_of_two(pack) / pack - 1.0)) if pack else 0
+        rounded = int(queued * (_pinned_bytes(pack) / pack - 1.0)) if pack else 0
         terms += [
-            Term("rounding of pinned buffers", rounded, "to powers of two"),
+            Term("rounding of pinned buffers", rounded, "to powers of two, at least 1 MiB"),
             Term("copies on their way", in_flight, f"{DEVICE_SLOTS} per target worker"),
         ]
     cache = min(config.target.cache_features_bytes, packs.tokens_per_epoch * per_token)
@@ -311,5 +311,6 @@ def _layer_of(name: str) -> int | None:
     return None
 
 
-def _power_of_two(nbytes: int) -> int:
-    return 1 << max(0, nbytes - 1).bit_length()
+def _pinned_bytes(nbytes: int) -> int:
+    """Round as `PinnedPool` (to whole MiB) and torch's pinned allocator behind it (to powers of two) do."""
+    return max(1 << 20, 1 << max(0, nbytes - 1).bit_length())

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.tiny_drafter import anchors_at, make_drafter, make_ends, make_pack, make_tokens
+from tests.support.tiny_drafter import (
+    anchors_at,
+    make_drafter,
+    make_ends,
+    make_last_hidden,
+    make_pack,
+    make_tokens,
+)
 from trainer.drafter.anchors import (
     INVALID_LABEL,
     anchor_candidates,
@@ -22,6 +29,7 @@ from trainer.drafter.anchors import (
 from trainer.drafter.head import head_losses
 from trainer.drafter.loss import microbatch_sums
 from trainer.drafter.noise import add_noise, noise_sigma
+from trainer.drafter.objective import Objective
 
 
 def test_golden_16_labels_are_unshifted_and_weigh_only_reachable_answers() -> None:
@@ -229,33 +237,43 @@ def test_golden_27_noise_is_uniform_within_its_amplitude() -> None:
     assert not torch.equal(noisy, add_noise(hidden, sigma=sigma, seed=2))
 
 
-def test_golden_27_noise_touches_only_the_captured_layers() -> None:
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=["ce", "mixed", "kl"])
+def test_golden_27_noise_touches_only_the_captured_layers(share: float) -> None:
+    """A noisy pass equals, to the bit, a clean one over noisy captured states and the same last hidden."""
     tokens, ends, drafter = make_tokens((15, 25)), make_ends(), make_drafter()
-    last_hidden = torch.randn(40, 64)
-    pack = dataclasses.replace(make_pack(tokens), last_hidden_TD=last_hidden)
+    last_hidden = make_last_hidden(tokens)
+    pack = make_pack(tokens, last_hidden=last_hidden)
     copies = (last_hidden.clone(), pack.features_TLD.clone(), ends.embed_weight_VD.clone())
-    anchors = anchors_at(5, 20)
-    labels = block_labels(tokens, anchors, block_size=4, gamma=4.0)
-
-    clean, noisy = (
-        microbatch_sums(
-            drafter,
-            ends,
-            pack,
-            anchors,
-            labels,
-            noise_sigma=sigma,
-            noise_seed=5,
-            head_chunk_rows=8,
-            attention="dense",
-        ).numerator.item()
-        for sigma in (0.0, 0.05)
+    noisy_features = add_noise(pack.features_TLD.flatten(1), sigma=0.05, seed=5).view_as(pack.features_TLD)
+    by_hand = make_pack(tokens, features=noisy_features, last_hidden=last_hidden.clone())
+    noisy_last = make_pack(
+        tokens, features=noisy_features, last_hidden=add_noise(last_hidden, sigma=0.05, seed=5)
     )
 
-    assert clean != noisy
+    noisy = _noisy_loss(drafter, ends, pack, share, sigma=0.05)
+
+    assert noisy == _noisy_loss(drafter, ends, by_hand, share, sigma=0.0)
+    assert noisy != _noisy_loss(drafter, ends, pack, share, sigma=0.0)
+    assert (noisy != _noisy_loss(drafter, ends, noisy_last, share, sigma=0.0)) == (share > 0.0)
     assert torch.equal(copies[0], last_hidden)
     assert torch.equal(copies[1], pack.features_TLD)
     assert torch.equal(copies[2], ends.embed_weight_VD)
+
+
+def _noisy_loss(drafter, ends, pack, share: float, *, sigma: float) -> float:
+    anchors = anchors_at(5, 20)
+    return microbatch_sums(
+        drafter,
+        ends,
+        pack,
+        anchors,
+        block_labels(pack.tokens, anchors, block_size=4, gamma=4.0),
+        noise_sigma=sigma,
+        noise_seed=5,
+        head_chunk_rows=8,
+        attention="dense",
+        objective=Objective(soft_label_share=share),
+    ).numerator.item()
 
 
 def test_golden_27_schedule_goes_from_start_to_end() -> None:
