@@ -27,10 +27,11 @@ from trainer.arguments import (
     add_prepare_arguments,
 )
 from trainer.config import SECTIONS
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import EXIT_STOPPED, ConfigError, TrainerError
 from trainer.flags import FLAGS, Flag, has_wandb_credentials, resolve, set_allocator_defaults
 from trainer.lifecycle.exits import describe, exit_code, translate
 from trainer.lifecycle.heartbeat import write_first_status
+from trainer.lifecycle.interrupts import raising_on_stop
 from trainer.lifecycle.signals import leave_on_stop_signals
 from trainer.preflight import check_run
 
@@ -62,6 +63,9 @@ _MODULES = {
     "import": (add_import_arguments, "trainer.eval.import_command"),
 }
 """Where a command's flags are defined, and the module whose `run_<command>` carries it out."""
+
+_RESUMABLE = ("generate", "prepare")
+"""Commands whose output says how far they came."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -102,6 +106,8 @@ def _run_guarded(words: list[str]) -> int:
         return _run(words)
     except TrainerError as error:
         return _fail(error)
+    except KeyboardInterrupt as error:
+        return _stopped(words, error)
     except Exception as error:  # noqa: BLE001 - the process boundary: everything gets an exit code and a line
         _LOG.exception("unexpected error")
         return _fail(translate(error))
@@ -153,7 +159,8 @@ def _run(words: list[str]) -> int:
     if command == "train":
         return _train(words[1:])
     arguments = build_parser(command).parse_args(words[1:])
-    code: int = getattr(importlib.import_module(_MODULES[command][1]), f"run_{command}")(arguments)
+    with raising_on_stop():
+        code: int = getattr(importlib.import_module(_MODULES[command][1]), f"run_{command}")(arguments)
     return code
 
 
@@ -171,6 +178,13 @@ def _train(words: list[str]) -> int:
     trainer = importlib.import_module("trainer.train").Trainer(resolved)
     code: int = trainer.train()
     return code
+
+
+def _stopped(words: list[str], error: KeyboardInterrupt) -> int:
+    command = words[0] if words else ""
+    way_on = "; the same command goes on where it stopped" if command in _RESUMABLE else ""
+    _LOG.warning("stopped by %s%s", error or "SIGINT", way_on)
+    return EXIT_STOPPED
 
 
 def _fail(error: BaseException) -> int:
@@ -211,8 +225,17 @@ def _open_log(stream: TextIO) -> None:
         format="%(asctime)s %(levelname)s %(threadName)s %(message)s",
         force=True,
     )
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_leave_tracebacks_to_bugs)
     for noisy in ("transformers", "wandb", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _leave_tracebacks_to_bugs(record: logging.LogRecord) -> bool:
+    """Drop the traceback of an error that is raised on purpose: its line says all."""
+    if record.exc_info and isinstance(record.exc_info[1], TrainerError):
+        record.exc_info = None
+    return True
 
 
 def _leave(code: int) -> None:

@@ -11,10 +11,13 @@ import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.checkpoint.config_values import check_values
 from trainer.errors import CheckpointError
 
 ARCHITECTURE = "DFlashDraftModel"
 SLIDING = "sliding_attention"
+MOST_NAMES = 40
+"""Tensors that an error names; a wrong number of layers concerns hundreds."""
 
 CONFIG_KEYS = (
     *("architectures", "model_type", "block_size", "dflash_config", "num_target_layers", "num_hidden_layers"),
@@ -82,6 +85,7 @@ def parse_config(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     Raises:
         CheckpointError: a value is missing or unsupported, or two places that must agree do not.
     """
+    check_values(raw, source)
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{source}: hidden_act must be silu, not {raw['hidden_act']}")
     section = raw.get("dflash_config") or {}
@@ -149,6 +153,7 @@ def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def tensor_faults(config: Mapping[str, Any], found: Mapping[str, tuple[int, ...]]) -> list[str]:
     """List what is missing, unexpected or misshapen among the tensors of an export."""
+    check_values(config, "config.json")
     expected = expected_shapes(config)
     misshapen = [
         f"{name} {found[name]} instead of {shape}"
@@ -160,7 +165,12 @@ def tensor_faults(config: Mapping[str, Any], found: Mapping[str, tuple[int, ...]
         "unexpected": sorted(found.keys() - expected.keys()),
         "wrong shape": misshapen,
     }
-    return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
+    return [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
 
 
 def need(mapping: Mapping[str, Any], key: str, source: str) -> Any:

@@ -143,7 +143,9 @@ def write_export(
             _fsync(path)
         _put_in_place(scratch, directory)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write export {directory}: {error}") from error
+        raise CheckpointError(
+            f"cannot write export {directory}: {error}; free space or name another folder"
+        ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return directory
@@ -168,6 +170,10 @@ def read_config(directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: absent, or not a JSON object.
     """
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"no such folder: {directory}, so no {CONFIG_NAME} of a drafter; name an export/step-* folder"
+        )
     if not (directory / CONFIG_NAME).is_file():
         raise CheckpointError(
             f"no exported drafter in {directory}: {CONFIG_NAME} is missing; name an export/step-* folder"
@@ -289,7 +295,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text())
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"cannot read {path}: not a JSON object")

@@ -26,6 +26,7 @@ from jinja2 import TemplateError
 
 from trainer.data.chat import ChatEncoder, ChatSample, EncodedChat, Turn
 from trainer.data.conversations import Conversation, parse_conversation, split_key
+from trainer.data.output_folder import refuse_inside
 from trainer.data.prepare_report import DROP_REASONS, PrepareReport
 from trainer.data.pretrained import TOKENIZER_FILES, get_tokenizer, stop_token_ids
 from trainer.data.sources import SourceRow, list_data_files, read_rows
@@ -193,13 +194,18 @@ def run_prepare(args: argparse.Namespace) -> int:
         tokenizer, stop_ids=stop_token_ids(args.target_model, tokenizer), thinking=_thinking(args)
     )
     files = _input_files(args.input)
+    refuse_inside(files, args.output)
     with locked_output(args.output):
         staging = Staging(args.output, _identity(args, files))
         was_interrupted, summary = staging.finish_interrupted()
         if was_interrupted:
             log.info("put the files of an earlier run in place that was cut off there")
         if summary is None:
-            summary = _prepare_all(staging, files, encoder, args)
+            try:
+                summary = _prepare_all(staging, files, encoder, args)
+            except BaseException:
+                staging.abandon()
+                raise
     short = {
         name: {reason: entry["count"] for reason, entry in value.items()}
         if name in ("dropped", "altered")
@@ -340,7 +346,11 @@ class _Pace:
 def _input_files(path: Path) -> list[Path]:
     if not path.exists():
         raise DataError(f"cannot read: {path}: No such file or directory")
-    return list_data_files(path) if path.is_dir() else [path]
+    files = list_data_files(path) if path.is_dir() else [path]
+    special = [file for file in files if not file.is_file()]
+    if special:
+        raise DataError(f"--input is neither a file nor a folder: {special[0]}; it is read more than once")
+    return files
 
 
 def _thinking(args: argparse.Namespace) -> bool | None:

@@ -11,10 +11,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,17 +22,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.digests import DIGEST_BYTES, DigestSet
+from trainer.data.output_folder import (
+    HELD_OUT_DIR,
+    OWN_FILE,
+    PARTIAL_DIR,
+    PROMPTS,
+    REPORT,
+    check_folder,
+)
 from trainer.data.prepare_report import PrepareReport
-from trainer.data.sources import SUFFIXES, import_pyarrow
+from trainer.data.sources import import_pyarrow
 from trainer.errors import ConfigError, DataError
 
-PARTIAL_DIR = "prepare.partial"
-REPORT = "report.json"
-HELD_OUT_DIR = "held_out"
-PROMPTS = "prompts.jsonl"
 ROWS_PER_GROUP = 1024
 TOKENS_PER_GROUP = 1_048_576
-OWN_FILE = re.compile(r"(train|held_out)(-\d{5})?\.parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +98,24 @@ class Staging:
         """Remember a chat; whether it is new."""
         if not self.digests.add(digest):
             return False
-        self._logs["digests.bin"].write(digest)
+        with _translated(self._output):
+            self._logs["digests.bin"].write(digest)
         return True
 
     def write(self, sample: PreparedSample, *, is_held_out: bool) -> None:
         """Add a sample to the open shard of its part."""
         part = "held_out" if is_held_out else "train"
-        if part not in self._writers:
-            name = f"{part}-{self._shards[part]:05d}.parquet"
-            self._writers[part] = _ShardWriter(self._folder / name)
-        self._writers[part].write(sample)
+        with _translated(self._output):
+            if part not in self._writers:
+                name = f"{part}-{self._shards[part]:05d}.parquet"
+                self._writers[part] = _ShardWriter(self._folder / name)
+            self._writers[part].write(sample)
 
     def write_prompt(self, entry: Mapping[str, Any]) -> None:
         """Add a held-out prompt for the evaluator."""
         line = json.dumps(entry, ensure_ascii=False, default=str) + "\n"
-        self._logs[PROMPTS].write(line.encode())
+        with _translated(self._output):
+            self._logs[PROMPTS].write(line.encode())
 
     def commit(self) -> None:
         """Make everything so far durable; a run that is killed later goes on from here."""
@@ -150,11 +155,23 @@ class Staging:
 
     def discard(self) -> None:
         """Remove all work."""
-        for writer in self._writers.values():
-            writer.close()
-        for log in self._logs.values():
-            log.close()
+        self._close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def abandon(self) -> None:
+        """End in the middle: what was committed stays for a later run, the rest goes."""
+        self._close()
+        if _read_state(self._folder) is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _close(self) -> None:
+        # on a full disk closing fails as well; what matters is that nothing stays open
+        for writer in self._writers.values():
+            writer.drop()
+        for log in self._logs.values():
+            with suppress(OSError):
+                log.close()
+        self._writers = {}
 
     def _finish(self, phase: str, summary: Mapping[str, Any]) -> None:
         held_out = self._output / HELD_OUT_DIR
@@ -208,6 +225,7 @@ def locked_output(directory: Path) -> Iterator[None]:
     Raises:
         ConfigError: it is no folder, cannot be made, is in use, or holds data files of someone else.
     """
+    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -216,12 +234,18 @@ def locked_output(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"--output cannot be made: {directory}: {error.strerror}") from error
     try:
-        _check_foreign(directory)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(f"another prepare writes to this output: {directory}") from error
+        check_folder(directory, has_work=_read_state(directory / PARTIAL_DIR) is not None)
         yield
+    except BaseException:
+        # a folder that has nothing in it is of no use to anybody; rmdir leaves all others
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
+        raise
     finally:
         os.close(descriptor)
 
@@ -283,22 +307,18 @@ class _ShardWriter:
         sync_path(self._temporary)
         self._temporary.replace(self._path)
 
+    def drop(self) -> None:
+        """Give the file up, whole or not."""
+        if self._writer.is_open:
+            with suppress(OSError):
+                self._writer.close()
+        self._temporary.unlink(missing_ok=True)
+
     def _flush(self) -> None:
         columns = {name: [getattr(row, name) for row in self._rows] for name in self._schema.names}
         self._writer.write_table(self._pa.table(columns, schema=self._schema))
         self._rows.clear()
         self._tokens = 0
-
-
-def _check_foreign(directory: Path) -> None:
-    foreign = [
-        path.name
-        for path in directory.iterdir()
-        if path.suffix in SUFFIXES and not OWN_FILE.fullmatch(path.name)
-    ]
-    if foreign:
-        names = ", ".join(sorted(foreign)[:5])
-        raise ConfigError(f"--output holds data files that training would read too: {directory}: {names}")
 
 
 def _remove_own(directory: Path) -> None:
@@ -332,4 +352,8 @@ def _translated(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"cannot write to --output: {output}: {error.strerror or error}") from error
+        reason = error.strerror or " ".join(str(error).split())
+        raise DataError(
+            f"cannot write to --output: {output}: {reason}; free space or name another folder, the same "
+            "command goes on from its last commit"
+        ) from error

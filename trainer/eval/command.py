@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,15 +20,18 @@ from typing import Any
 import torch
 
 from trainer.arguments import DEFAULT_MAX_NEW_TOKENS
+from trainer.checkpoint.export import CONFIG_NAME, read_config
+from trainer.checkpoint.export_faults import key_faults
 from trainer.data.prompts import Prompt, read_prompts
 from trainer.drafter.exported import load_drafter
 from trainer.drafter.model import Drafter
 from trainer.errors import EXIT_FINISHED, ConfigError
-from trainer.eval.markdown import render_markdown
+from trainer.eval.markdown import TITLE, render_markdown
 from trainer.eval.measure import MeasurePlan, measure, spread
-from trainer.eval.plot import draw_report, require_matplotlib
+from trainer.eval.plot import draw_report, is_own_figure, require_matplotlib
 from trainer.eval.report import build_report, render_table
 from trainer.eval.verify import Sampling
+from trainer.lifecycle.results import ResultFile, check_results, is_record, write_result
 from trainer.lifecycle.runfolder import describe_code
 from trainer.target.capture import Target
 from trainer.target.loader import load_target
@@ -122,6 +125,7 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
     )
     if request.plot_path is not None:
         require_matplotlib()
+    check_results(_result_files(request))
     # Speculative output equals plain output exactly only in fp32; on GPUs serving runs in bf16, and so do we.
     dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
     prompt_file = read_prompts(request.prompts)
@@ -130,7 +134,9 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
     _check_pair(target, drafter)
     trained_size = drafter.config.block_size
     plan = _plan(request, place, trained_size)
-    warnings = _size_warnings(plan.block_sizes, trained_size)
+    warnings = [*_size_warnings(plan.block_sizes, trained_size), *_config_warnings(request.drafter)]
+    for warning in warnings:
+        _LOG.warning("%s", warning)
     blocks = measure(target, drafter, _choose(prompt_file.prompts, request.max_prompts), plan)
     setting = {
         "target_model": str(request.target_model),
@@ -163,12 +169,26 @@ def _plan(request: EvalRequest, place: torch.device, trained_size: int) -> Measu
 def _write_report(report: dict[str, Any], request: EvalRequest) -> None:
     record_path, figure_path, page_path = request.json_path, request.plot_path, request.markdown_path
     if record_path is not None:
-        _write("--json", record_path, lambda path: path.write_text(json.dumps(report, indent=2) + "\n"))
+        write_result("--json", record_path, lambda path: path.write_text(json.dumps(report, indent=2) + "\n"))
     if figure_path is not None:
-        _write("--plot", figure_path, lambda path: draw_report(report, path))
+        write_result("--plot", figure_path, lambda path: draw_report(report, path))
     if page_path is not None:
         text = render_markdown(report, plot=_relative(figure_path, page_path))
-        _write("--markdown", page_path, lambda path: path.write_text(text))
+        write_result("--markdown", page_path, lambda path: path.write_text(text))
+
+
+def _result_files(request: EvalRequest) -> list[ResultFile]:
+    """Return the files that were asked for, each with what an earlier one of its kind looks like."""
+    kinds = (
+        ("--json", request.json_path, is_record(("figure", "setting", "block_sizes"))),
+        ("--markdown", request.markdown_path, lambda content: content.startswith(f"# {TITLE} ".encode())),
+        (
+            "--plot",
+            request.plot_path,
+            is_own_figure,
+        ),
+    )
+    return [ResultFile(flag=flag, path=path, is_own=own) for flag, path, own in kinds if path is not None]
 
 
 def _describe_process(place: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -229,14 +249,19 @@ def _check_numbers(**values: int | None) -> None:
 
 def _size_warnings(sizes: Sequence[int], trained: int) -> list[str]:
     """Say what was asked of the drafter that it was not trained for."""
-    notes = [
+    return [
         f"block size {size} is larger than the trained one of {trained}: offsets behind it were never trained"
         for size in sizes
         if size > trained
     ]
-    for note in notes:
-        _LOG.warning("%s", note)
-    return notes
+
+
+def _config_warnings(drafter: Path) -> list[str]:
+    """Say what serving engines will not find, although this program reads the drafter without it."""
+    return [
+        f"{drafter / CONFIG_NAME} lacks what engines read, {fault}; export --drafter writes it whole"
+        for fault in key_faults(read_config(drafter))
+    ]
 
 
 def _check_pair(target: Target, drafter: Drafter) -> None:
@@ -267,16 +292,3 @@ def _check_device(name: str) -> torch.device:
 def _relative(plot: Path | None, markdown: Path) -> str | None:
     """Path of the figure as the Markdown file has to name it."""
     return None if plot is None else os.path.relpath(plot.resolve(), markdown.resolve().parent)
-
-
-def _write(flag: str, path: Path, write: Callable[[Path], object]) -> None:
-    """Write whole or not at all."""
-    scratch = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(scratch)
-        scratch.replace(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {flag} {path}: {error.strerror or error}") from error
-    finally:
-        scratch.unlink(missing_ok=True)

@@ -49,6 +49,8 @@ def refuse_state(directory: Path) -> None:
 
 
 def _check(directory: Path, target_model: Path | None) -> int:
+    if not directory.is_dir():
+        raise CheckpointError(f"no such folder: {directory}; name an export/step-* folder")
     target = None
     if target_model is not None:
         target = load_target(target_model, device="cpu", dtype=torch.float32)

@@ -12,13 +12,16 @@ from typing import Any
 from trainer.eval.report import interval, number, speed_text
 from trainer.eval.statistics import name_of_context
 
+TITLE = "Acceptance length"
+"""How every page begins."""
+
 
 def render_markdown(report: Mapping[str, Any], *, plot: str | None = None) -> str:
     """Lay the record out as a page; `plot` is the figure's path as the page has to name it."""
     setting = report["setting"]
     blocks = report["block_sizes"]
     parts = [
-        f"# Acceptance length {number(report['acceptance_length'])} at block size {report['block_size']}",
+        f"# {TITLE} {number(report['acceptance_length'])} at block size {report['block_size']}",
         f"{_sentence(report['figure'])}; 95 % interval {interval(report['acceptance_length_interval'])} "
         f"by bootstrap over {report['measured_prompts']} prompts. Mean over verifies: "
         f"{number(report['micro_acceptance_length'])}.",

@@ -13,6 +13,8 @@ from typing import Any
 
 from trainer.errors import DependencyError
 
+CREATOR = "dflash-train eval"
+"""Stands in every figure, so that a later run knows it may be replaced."""
 _COLOURS = ("#1f6feb", "#d1570a", "#1a7f37", "#8250df", "#bf3989", "#57606a")
 _INK, _FAINT = "#24292f", "#d0d7de"
 _GIVEN = {"linestyle": "-", "marker": "o", "markersize": 4.5, "linewidth": 1.8}
@@ -41,6 +43,11 @@ def require_matplotlib() -> Any:
     return Figure
 
 
+def is_own_figure(content: bytes) -> bool:
+    """Whether a file's content is a figure that `draw_report` drew."""
+    return content.startswith(b"\x89PNG") and CREATOR.encode() in content
+
+
 def draw_report(report: Mapping[str, Any], path: Path) -> None:
     """Draw `eval.report`'s record as a PNG."""
     blocks = report["block_sizes"]
@@ -54,7 +61,7 @@ def draw_report(report: Mapping[str, Any], path: Path) -> None:
     _finish_offsets(by_offset)
     _finish_domains(by_domain, domains)
     figure.suptitle(_title(report), x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
-    figure.savefig(path, format="png")
+    figure.savefig(path, format="png", metadata={"Creator": CREATOR})
 
 
 def _draw_offsets(axes: Any, block: Mapping[str, Any], colour: str) -> None:

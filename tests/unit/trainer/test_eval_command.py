@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from trainer.arguments import add_eval_arguments
 from trainer.checkpoint.export import export_drafter
 from trainer.data.prompts import Prompt
 from trainer.errors import CheckpointError, ConfigError, DataError, DependencyError
-from trainer.eval import plot
+from trainer.eval import command, plot
 from trainer.eval.command import EvalRequest, evaluate, parse_block_sizes, run_eval, sampling_of
 from trainer.eval.markdown import render_markdown
 from trainer.eval.prompts import encode_prompts
@@ -23,6 +26,7 @@ from trainer.eval.report import MeasuredBlock, MeasuredPrompt, build_report, ren
 from trainer.eval.speculative import SpeculativeResult, speculative_generate
 from trainer.eval.speed import Timed, find_divergences, speed_record
 from trainer.eval.statistics import Counted, by_context_length, interval_of_mean
+from trainer.lifecycle.results import check_results, write_result
 from trainer.target.loader import load_target
 
 
@@ -283,6 +287,53 @@ def test_eval_measures_all_prompts_and_writes_record_page_and_figure(inputs, tmp
     assert "| code | 6 |" in page
     assert (out / "figures" / "eval.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in out.iterdir()) == ["eval.json", "eval.md", "figures"]
+
+
+@pytest.mark.parametrize("flag", ["json_path", "markdown_path", "plot_path"])
+def test_eval_replaces_no_file_of_others(inputs, tmp_path, monkeypatch, flag: str) -> None:
+    monkeypatch.setattr(command, "load_drafter", lambda *_, **__: pytest.fail("loaded before the refusal"))
+    (tmp_path / "mine").write_text('{"figure": 1}')
+
+    with pytest.raises(ConfigError, match=r"--\w+ would replace a file that this command did not write"):
+        evaluate(EvalRequest(**inputs, **{flag: tmp_path / "mine"}))
+    with pytest.raises(ConfigError, match="names a folder"):
+        evaluate(EvalRequest(**inputs, **{flag: tmp_path}))
+    with pytest.raises(ConfigError, match="mine is not a folder"):
+        evaluate(EvalRequest(**inputs, **{flag: tmp_path / "mine" / "report"}))
+
+    assert (tmp_path / "mine").read_text() == '{"figure": 1}'
+
+
+def test_eval_replaces_its_own_files_and_takes_each_path_once(tmp_path) -> None:
+    report = {"figure": "mean", "setting": {}, "block_sizes": []}
+    contents = {"--json": json.dumps(report), "--markdown": "# Acceptance length 2.00 at block size 4"}
+    for flag, content in contents.items():
+        (tmp_path / flag).write_text(content)
+    (tmp_path / "--plot").write_bytes(b"\x89PNG\r\n Creator dflash-train eval")
+    paths = {name: tmp_path / f"--{name}" for name in ("json", "markdown", "plot")}
+    request = EvalRequest(
+        target_model=tmp_path,
+        drafter=tmp_path,
+        prompts=tmp_path,
+        **{f"{name}_path": path for name, path in paths.items()},
+    )
+
+    check_results(command._result_files(request))
+
+    with pytest.raises(ConfigError, match="--json and --plot name the same file"):
+        check_results(command._result_files(dataclasses.replace(request, plot_path=paths["json"])))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+def test_a_disk_that_refuses_a_result_is_named_and_leaves_nothing(tmp_path, code: int) -> None:
+    def fail(path: Path) -> None:
+        path.write_text("half")
+        raise OSError(code, os.strerror(code))
+
+    with pytest.raises(ConfigError, match=rf"cannot write --json .*{os.strerror(code)}; free space or name"):
+        write_result("--json", tmp_path / "eval.json", fail)
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_eval_samples_without_speed_and_repeats_itself(inputs) -> None:

@@ -436,6 +436,53 @@ def test_a_replaced_export_leaves_nothing_of_its_own_and_all_of_others(
     assert [path.name for path in output.iterdir()] == ["late.txt"]
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("block_size", "x"),
+        ("block_size", 1.5),
+        ("rope_theta", "a"),
+        ("rope_theta", float("nan")),
+        ("dflash_config", 5),
+        ("num_hidden_layers", 10**9),
+        ("num_target_layers", True),
+        ("hidden_size", -4),
+        ("num_attention_heads", 0),
+        ("layer_types", [1]),
+        ("rope_parameters", [1]),
+        ("eos_token_id", "stop"),
+        ("sliding_window", "wide"),
+    ],
+)
+def test_a_value_of_a_wrong_type_or_size_is_named_by_every_command(
+    exported: Path, target_dir: Path, tmp_path: Path, key: str, value, capsys
+) -> None:
+    put("", **{key: value})(exported)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
+    target = ["--target-model", str(target_dir)]
+    commands = {
+        "eval": ["--drafter", str(exported), "--prompts", str(tmp_path / "prompts.jsonl"), *target],
+        "import": ["--drafter", str(exported), "--output", str(tmp_path / "run-of-import"), *target],
+        "export": ["--drafter", str(exported), "--output", str(tmp_path / "copy")],
+    }
+
+    for command, words in commands.items():
+        code = main([command, *words])
+        said = capsys.readouterr().err
+        assert (code, said.count("\n")) == (4, 1), said
+        assert f"{exported / 'config.json'}: {key} must be" in said
+        assert f": {value!r}" in said
+    assert main(["export", "--check", str(exported)]) == 4
+    assert f"{key} must be" in capsys.readouterr().out
+    assert not (tmp_path / "copy").exists()
+    assert not (tmp_path / "run-of-import").exists()
+
+
+def test_checking_a_folder_that_is_not_there_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no such folder: .*nosuch; name an export"):
+        _run("--check", tmp_path / "nosuch")
+
+
 @pytest.mark.parametrize("words", [["--check"], ["--output", "x", "--drafter"]], ids=["check", "copy"])
 def test_a_training_state_is_answered_with_the_export_beside_it(exported: Path, words) -> None:
     state = exported.parent.parent / "state" / exported.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -463,7 +464,7 @@ def test_nothing_usable_is_an_error_and_leaves_no_half_file(model_dir, tmp_path)
     with pytest.raises(DataError, match=r"no usable chat for training.*no_messages 1.*chats\.jsonl:1 no_"):
         prepare(model_dir, tmp_path, [{"text": "x"}])
 
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_second_run_replaces_its_own_files(model_dir, tmp_path):
@@ -480,6 +481,57 @@ def test_an_output_with_data_of_someone_else_is_refused(model_dir, tmp_path):
 
     with pytest.raises(ConfigError, match=r"would read too: .*other\.jsonl"):
         prepare(model_dir, tmp_path, [GOOD])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train-00000.parquet",
+        "train.parquet",
+        "report.json",
+        "held_out/prompts.jsonl",
+        "held_out/held_out-00000.parquet",
+        "prepare.partial/notes.txt",
+    ],
+)
+def test_files_that_only_look_like_those_of_prepare_are_never_removed(model_dir, tmp_path, name):
+    (tmp_path / "out" / name).parent.mkdir(parents=True)
+    (tmp_path / "out" / name).write_text("{}\n")
+
+    with pytest.raises(ConfigError, match=f"--output holds .*{name}"):
+        prepare(model_dir, tmp_path, [GOOD])
+
+    assert (tmp_path / "out" / name).read_text() == "{}\n"
+
+
+def test_held_out_files_beside_a_set_without_any_stay(model_dir, tmp_path):
+    prepare(model_dir, tmp_path, [GOOD])
+    (tmp_path / "out" / "held_out").mkdir()
+    (tmp_path / "out" / "held_out" / "prompts.jsonl").write_text("mine")
+
+    with pytest.raises(ConfigError, match=r"held_out/prompts\.jsonl"):
+        prepare(model_dir, tmp_path, [GOOD])
+
+    assert (tmp_path / "out" / "held_out" / "prompts.jsonl").read_text() == "mine"
+
+
+def test_input_inside_the_output_is_refused(model_dir, tmp_path):
+    prepare(model_dir, tmp_path, [GOOD])
+    before = (tmp_path / "out" / "train-00000.parquet").read_bytes()
+
+    with pytest.raises(ConfigError, match="--input lies inside --output"):
+        prepare_files(model_dir, tmp_path / "out", tmp_path / "out")
+
+    assert (tmp_path / "out" / "train-00000.parquet").read_bytes() == before
+
+
+def test_input_that_is_no_file_is_refused_and_leaves_no_output(model_dir, tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+
+    with pytest.raises(DataError, match="neither a file nor a folder"):
+        prepare_files(model_dir, tmp_path / "pipe.jsonl", tmp_path / "deep" / "out")
+
+    assert not (tmp_path / "deep").exists()
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,7 @@ def test_an_output_that_cannot_be_written_is_named(model_dir, tmp_path, monkeypa
     monkeypatch.setattr(staging_module, "sync_path", full)
     with pytest.raises(DataError, match=r"cannot write to --output: .*out: No space left on device"):
         run_prepare(killed_prepare.arguments(model_dir, source, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_memory_does_not_grow_with_the_number_of_rows(model_dir, tmp_path, monkeypatch):
