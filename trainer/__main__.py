@@ -226,12 +226,12 @@ def _open_log(stream: TextIO) -> None:
         force=True,
     )
     for handler in logging.getLogger().handlers:
-        handler.addFilter(_leave_tracebacks_to_bugs)
+        handler.addFilter(leave_tracebacks_to_bugs)
     for noisy in ("transformers", "wandb", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def _leave_tracebacks_to_bugs(record: logging.LogRecord) -> bool:
+def leave_tracebacks_to_bugs(record: logging.LogRecord) -> bool:
     """Drop the traceback of an error that is raised on purpose: its line says all."""
     if record.exc_info and isinstance(record.exc_info[1], TrainerError):
         record.exc_info = None

@@ -19,6 +19,9 @@ from typing import Any
 
 from trainer.errors import ConfigError
 
+MOST_NUMBER = 2**53
+"""Of a key without a range of its own: nothing that is counted or measured here comes near."""
+
 
 def setting(
     default: Any,
@@ -46,8 +49,9 @@ def _check_value(where: str, value: Any, meta: Mapping[str, Any]) -> None:
         raise ConfigError(f"{where} must be at least {meta['ge']}: {value}")
     if meta["gt"] is not None and value <= meta["gt"]:
         raise ConfigError(f"{where} must be above {meta['gt']}: {value}")
-    if meta["le"] is not None and value > meta["le"]:
-        raise ConfigError(f"{where} must be at most {meta['le']}: {value}")
+    most = MOST_NUMBER if meta["le"] is None else meta["le"]
+    if value > most:
+        raise ConfigError(f"{where} must be at most {most}: {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,9 +110,9 @@ class DevicesConfig(Section):
 class DataConfig(Section):
     """How samples become batches."""
 
-    token_budget: int = setting(49152, "padded tokens in one batch", ge=8)
+    token_budget: int = setting(49152, "padded tokens in one batch", ge=8, le=16_777_216)
     max_seq_len: int = setting(8192, "longer samples are truncated to this many tokens", ge=4)
-    max_batch_size: int = setting(64, "samples in one batch", ge=1)
+    max_batch_size: int = setting(64, "samples in one batch", ge=1, le=65_536)
     bucket_edges: tuple[int, ...] = setting(
         (), "upper lengths of the buckets, ascending; empty = standard edges"
     )
@@ -140,8 +144,8 @@ class TargetConfig(Section):
 class DrafterSection(Section):
     """Shape of the drafter; 0 means: taken from the target."""
 
-    num_layers: int = setting(5, "decoder layers of the drafter", ge=1)
-    block_size: int = setting(16, "tokens in one block, its anchor included", ge=2)
+    num_layers: int = setting(5, "decoder layers of the drafter", ge=1, le=1000)
+    block_size: int = setting(16, "tokens in one block, its anchor included", ge=2, le=4096)
     num_attention_heads: int = setting(0, "query heads; 0 = as the target", ge=0)
     num_key_value_heads: int = setting(0, "key/value heads; 0 = as the target", ge=0)
     head_dim: int = setting(0, "width of a head; 0 = as the target", ge=0)
@@ -177,7 +181,7 @@ class LossConfig(Section):
         ge=0,
         le=1,
     )
-    max_anchors: int = setting(512, "blocks drawn in one pack", ge=1)
+    max_anchors: int = setting(512, "blocks drawn in one pack", ge=1, le=65_536)
     head_chunk_rows: int = setting(2048, "block rows whose logits exist at the same time", ge=1)
     noise_start: float = setting(0.05, "amplitude of the uniform noise on hidden states at step 0", ge=0)
     noise_end: float = setting(0.01, "the same at the last step", ge=0)
@@ -200,8 +204,10 @@ class LossConfig(Section):
 class OptimConfig(Section):
     """AdamW, its schedule and its guards."""
 
-    epochs: int = setting(6, "passes over the data", ge=1)
-    max_steps: int = setting(0, "stop after this many optimizer steps; 0 = as many as the epochs hold", ge=0)
+    epochs: int = setting(6, "passes over the data", ge=1, le=100_000)
+    max_steps: int = setting(
+        0, "stop after this many optimizer steps; 0 = as many as the epochs hold", ge=0, le=1_000_000_000
+    )
     lr: float = setting(6e-4, "peak learning rate", gt=0)
     warmup_ratio: float = setting(0.04, "share of the steps with rising learning rate", ge=0, le=1)
     schedule: str = setting(
@@ -216,7 +222,7 @@ class OptimConfig(Section):
     beta1: float = setting(0.9, "AdamW first moment", ge=0, le=0.999999)
     beta2: float = setting(0.999, "AdamW second moment", ge=0, le=0.999999)
     eps: float = setting(1e-8, "AdamW epsilon", gt=0)
-    grad_accum: int = setting(1, "packs (micro-batches) per drafter in one optimizer step", ge=1)
+    grad_accum: int = setting(1, "packs (micro-batches) per drafter in one optimizer step", ge=1, le=100_000)
     grad_clip: float = setting(1.0, "largest global gradient norm", gt=0)
     max_nonfinite_steps: int = setting(5, "stop with exit 5 after so many non-finite steps in a row", ge=1)
     seed: int = setting(0, "seed of everything random in the run", ge=0, le=2**31 - 1)
@@ -413,7 +419,7 @@ def _check_data(config: TrainConfig) -> None:
             f"--hs-min-ready must not exceed --hs-max-depth: {queue.hs_min_ready} > {queue.hs_max_depth}"
         )
     edges = config.data.bucket_edges
-    if any(edge < 1 for edge in edges) or list(edges) != sorted(set(edges)):
+    if any(not 1 <= edge <= MOST_NUMBER for edge in edges) or list(edges) != sorted(set(edges)):
         raise ConfigError(f"data.bucket_edges must be positive and ascending: {list(edges)}")
     if edges and edges[-1] < config.data.max_seq_len:
         raise ConfigError(

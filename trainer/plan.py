@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.flags import resolve, set_allocator_defaults
+from trainer.lifecycle.results import ResultFile, check_results, is_record, write_result
 from trainer.pipeline.devices import check_devices, cpu_threads
 from trainer.planning.facts import Facts, read_facts
 from trainer.planning.fit import find_ways_out, refusal
@@ -37,6 +39,10 @@ from trainer.planning.split import Rates, best_split, counted_rates, evaluate
 _LOG = logging.getLogger(__name__)
 
 PLAN_VERSION = 1
+MOST_GPUS = 4096
+"""Every split of them is looked at."""
+MOST_GIB = 1_000_000
+_RECORD_KEYS = ("v", "packs", "memory", "measured", "split")
 
 
 def run_plan(arguments: Namespace) -> int:
@@ -50,6 +56,7 @@ def run_plan(arguments: Namespace) -> int:
     """
     given = {name: value for name, value in vars(arguments).items() if name.startswith("--")}
     config = resolve(given, toml_path=arguments.config, overrides=arguments.overrides).config
+    _check_flags(arguments, config)
     set_allocator_defaults()
     torch.set_num_threads(cpu_threads(config))
     facts = read_facts(config, gpu_gib=arguments.gpu_memory_gib)
@@ -74,10 +81,30 @@ def run_plan(arguments: Namespace) -> int:
         error = refusal(too_large, find_ways_out(config, too_large, facts.budget_like))
     record["refusal"] = None if error is None else str(error)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        content = json.dumps(record, indent=1) + "\n"
+        write_result("--json", arguments.json, lambda path: path.write_text(content, encoding="utf-8"))
     if error is not None:
         raise error
     return 0
+
+
+def _check_flags(arguments: Namespace, config: TrainConfig) -> None:
+    """Refuse what no machine has, and a record that could not be written, before anything is planned."""
+    gib: float | None = arguments.gpu_memory_gib
+    if gib is not None and not 0 < gib <= MOST_GIB:
+        raise ConfigError(f"--gpu-memory-gib must be above 0 and at most {MOST_GIB}: {gib}")
+    if arguments.gpus is not None and arguments.gpus > MOST_GPUS:
+        raise ConfigError(f"--gpus must be at most {MOST_GPUS}: {arguments.gpus}")
+    if {*config.devices.targets(), *config.devices.drafters()} == {"cpu"}:
+        if gib is not None:
+            _LOG.warning("--gpu-memory-gib has no effect: --target-gpus and --drafter-gpus name no GPU")
+        if arguments.gpus is not None:
+            _LOG.warning("--gpus divides GPUs by the rates of a CPU: name GPUs by --target-gpus to plan them")
+    path: Path | None = arguments.json
+    if path is not None:
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"--json lies in a folder that does not exist: {path}; make it first")
+        check_results([ResultFile(flag="--json", path=path, is_own=is_record(_RECORD_KEYS))])
 
 
 def _throughput(

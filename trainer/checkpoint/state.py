@@ -157,9 +157,10 @@ def check_state(folder: Path) -> None:
 
 
 def _not_a_state(folder: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"not a training state: {folder} ({type(error).__name__}: {error}); name a state/step-* folder"
-    )
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        reason = f"it has no {Path(error.filename).name}"
+    return CheckpointError(f"not a training state: {folder} ({reason}); name a state/step-* folder")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.data.prompts import Prompt
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
 
+PROMPTS_SUFFIX = ".prompts.jsonl"
+"""Beside the output: prompts that were drawn from the target."""
 SYNC_S = 2.0
 """Rows reach the file at once; the disk is waited for at most this often."""
 
@@ -30,22 +32,29 @@ SYNC_S = 2.0
 class RowFile:
     """A JSONL file opened for appending; `ids` are those that it held when opened."""
 
-    def __init__(self, stream: TextIO, ids: frozenset[str]) -> None:
+    def __init__(self, path: Path, stream: TextIO, ids: frozenset[str]) -> None:
+        self._path = path
         self._stream = stream
         self._synced_at = time.monotonic()
         self.ids = ids
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rows; a kill of the process loses none of them."""
-        for row in rows:
-            self._stream.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
-        self._stream.flush()
+        """Append rows; a kill of the process loses none of them.
+
+        Raises:
+            DataError: the disk refuses.
+        """
+        with _disk_errors(self._path):
+            for row in rows:
+                self._stream.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
+            self._stream.flush()
         if time.monotonic() - self._synced_at > SYNC_S:
             self.sync()
 
     def sync(self) -> None:
         """Wait until the disk has everything."""
-        os.fsync(self._stream.fileno())
+        with _disk_errors(self._path):
+            os.fsync(self._stream.fileno())
         self._synced_at = time.monotonic()
 
 
@@ -55,15 +64,22 @@ def locked_output(output: Path, settings: dict[str, Any]) -> Iterator[RowFile]:
 
     Raises:
         ConfigError: not writable, another writer, or other settings.
+        DataError: the disk refuses.
     """
+    record = output.with_name(output.name + ".settings.json")
+    made = [path for path in (output, record) if not path.exists()]
     with _opened(output) as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(f"another generate writes to this output: {output}") from error
-        _check_settings(output, output.with_name(output.name + ".settings.json"), settings)
-        with _rows(output, stream, "id") as rows:
-            yield rows
+        try:
+            _check_settings(output, record, settings)
+            with _rows(output, stream, "id") as rows:
+                yield rows
+        except Exception:
+            _remove_empty(output, made)
+            raise
 
 
 @contextmanager
@@ -88,32 +104,64 @@ def template_inputs(prompt: Prompt, thinking: bool | None) -> dict[str, Any]:
     return entries
 
 
-def _opened(path: Path) -> TextIO:
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a", encoding="utf-8")
+        stream = path.open("a", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"--output cannot be written: {path} ({error.strerror or error}); name a file"
         ) from error
+    try:
+        yield stream
+    finally:
+        # closing writes what is still buffered, which a full disk refuses once more
+        with _disk_errors(path):
+            stream.close()
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot write to --output: {path}: {error.strerror or error}; free space, and the same command "
+            "goes on where it stopped"
+        ) from error
+
+
+def _remove_empty(output: Path, made: Sequence[Path]) -> None:
+    """Remove what a command that failed made and wrote nothing into; drawn prompts keep their settings."""
+    if output in made and not output.stat().st_size and not _prompts_of(output).exists():
+        for path in made:
+            path.unlink(missing_ok=True)
+
+
+def _prompts_of(output: Path) -> Path:
+    return output.with_name(output.name + PROMPTS_SUFFIX)
 
 
 @contextmanager
 def _rows(path: Path, stream: TextIO, key: str) -> Iterator[RowFile]:
     _drop_torn_line(path)
-    with path.open(encoding="utf-8") as written:
-        ids = frozenset(str(json.loads(line)[key]) for line in written)
-    stream.seek(0, os.SEEK_END)
-    rows = RowFile(stream, ids)
     try:
-        yield rows
-    finally:
-        rows.sync()
+        with path.open(encoding="utf-8") as written:
+            ids = frozenset(str(json.loads(line)[key]) for line in written)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} holds a line that generate did not write: choose another --output"
+        ) from error
+    stream.seek(0, os.SEEK_END)
+    rows = RowFile(path, stream, ids)
+    yield rows
+    rows.sync()
 
 
 def _check_settings(output: Path, record: Path, settings: dict[str, Any]) -> None:
     if record.is_file():
-        known = json.loads(record.read_text())
+        known = _read_settings(record)
         keys = settings.keys() | known.keys()
         different = sorted(key for key in keys if known.get(key) != settings.get(key))
         if different:
@@ -122,11 +170,27 @@ def _check_settings(output: Path, record: Path, settings: dict[str, Any]) -> Non
                 "repeat them or choose another --output"
             )
         return
-    if output.stat().st_size:
-        raise ConfigError(f"{output} exists and {record.name} does not: choose another --output")
+    companions = [_prompts_of(output)] if "sampled_prompts" in settings else []
+    for path in (output, *companions):
+        if path.exists() and path.stat().st_size:
+            raise ConfigError(f"{path} exists and {record.name} does not: choose another --output")
     temporary = record.with_name(record.name + ".tmp")
-    temporary.write_text(json.dumps(settings, indent=1, sort_keys=True) + "\n")
-    temporary.replace(record)
+    try:
+        with _disk_errors(record):
+            temporary.write_text(json.dumps(settings, indent=1, sort_keys=True) + "\n")
+            temporary.replace(record)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read_settings(record: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{record} cannot be read: choose another --output") from error
+    if not isinstance(known, dict):
+        raise ConfigError(f"{record} holds no settings of generate: choose another --output")
+    return known
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from trainer.data.chat import encode_prompt
-from trainer.data.completions import RowFile, locked_output, template_inputs, thinking_of
+from trainer.data.completions import PROMPTS_SUFFIX, RowFile, locked_output, template_inputs, thinking_of
 from trainer.data.decoding import Completion, DecodingStats, Request
 from trainer.data.pretrained import get_tokenizer, load_config, stop_token_ids
 from trainer.data.prompts import Prompt, read_prompts
@@ -76,6 +76,7 @@ def run_generate(args: argparse.Namespace) -> int:
         return run_by_server(args)
     tokenizer = get_tokenizer(args.target_model, needs_chat_template=True)
     _check_thinking(args, tokenizer)
+    _check_context(args)
     file = read_prompts(args.prompts) if args.prompts is not None else None
     header = find_user_header(tokenizer) if file is None else None
     report = Report(skipped=file.skipped if file else {})
@@ -144,7 +145,7 @@ def _sample(
         max_tokens=args.prompt_max_tokens,
         batch_size=args.batch_size,
     )
-    path = args.output.with_name(args.output.name + ".prompts.jsonl")
+    path = args.output.with_name(args.output.name + PROMPTS_SUFFIX)
     stops = stop_token_ids(args.target_model, tokenizer)
     prompts, dropped = sample_prompts(path, target, tokenizer, settings, header=header, stop_ids=stops)
     log.info("%d of %d sampled prompts are used, dropped: %s", len(prompts), settings.count, dict(dropped))
@@ -221,6 +222,15 @@ def _check_thinking(args: argparse.Namespace, tokenizer: Any) -> None:
     if args.thinking != "template" and "enable_thinking" not in str(tokenizer.chat_template):
         raise ConfigError(
             f"--thinking {args.thinking} has no effect: the target's chat template has no enable_thinking"
+        )
+
+
+def _check_context(args: argparse.Namespace) -> None:
+    context = _context(args)
+    if args.max_new_tokens >= context:
+        raise ConfigError(
+            f"--max-new-tokens leaves no room for a prompt: {args.max_new_tokens}, the target's context is "
+            f"{context} tokens; lower it"
         )
 
 

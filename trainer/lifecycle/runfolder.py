@@ -12,17 +12,21 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.config import config_hash
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.flags import Resolved
 from trainer.telemetry.capabilities import package_versions
 
 RECORD_VERSION = 1
+LOCK = ".trainer.lock"
+OWN_RUN_DIR = "run"
+"""Below the output folder, when nobody names another."""
 
 
 def find_git_sha(start: Path) -> str | None:
@@ -72,7 +76,8 @@ def hold_output(output_dir: Path) -> Iterator[None]:
     Raises:
         ConfigError: the folder cannot be made, or another trainer holds it (its pid is named).
     """
-    path = output_dir / ".trainer.lock"
+    is_new = not output_dir.exists()
+    path = output_dir / LOCK
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         stream = path.open("a+", encoding="utf-8")
@@ -92,7 +97,24 @@ def hold_output(output_dir: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             os.ftruncate(stream.fileno(), 0)
             os.write(stream.fileno(), str(os.getpid()).encode())
-        yield
+        try:
+            yield
+        except DataError:
+            if is_new:
+                _remove_traces(output_dir)
+            raise
+
+
+def _remove_traces(output_dir: Path) -> None:
+    """Remove what a run left in a folder that it made, when its data gave nothing to train on."""
+    if any(output_dir.glob("lineage-*/*/*")):
+        return
+    with contextlib.suppress(OSError):
+        for folder in (*output_dir.glob("lineage-*/*"), *output_dir.glob("lineage-*")):
+            folder.rmdir()
+        shutil.rmtree(output_dir / OWN_RUN_DIR, ignore_errors=True)
+        (output_dir / LOCK).unlink()
+        output_dir.rmdir()
 
 
 def write_run_record(resolved: Resolved, code: Mapping[str, Any]) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import json
+import os
+import pathlib
 import shutil
 
 import pytest
@@ -15,7 +18,7 @@ from tests.support.tiny import END_ID, TEMPLATE, VOCAB, tiny_target
 from trainer.arguments import add_generate_arguments, add_prepare_arguments
 from trainer.data import target_decoding
 from trainer.data.chat import encode_prompt
-from trainer.data.completions import RowFile
+from trainer.data.completions import RowFile, locked_output
 from trainer.data.corpus import Corpus
 from trainer.data.generate import run_generate
 from trainer.data.plain_decoding import complete_batch
@@ -244,6 +247,7 @@ def test_output_that_is_no_file_is_one_clear_error(model_dir, tmp_path):
     parser = argparse.ArgumentParser()
     add_generate_arguments(parser)
     words = ["--target-model", str(model_dir), "--prompts", str(prompts), "--output", str(tmp_path)]
+    words += ["--max-new-tokens", "8"]
 
     with pytest.raises(ConfigError, match=r"--output cannot be written.*Is a directory"):
         run_generate(parser.parse_args(words))
@@ -260,3 +264,45 @@ def test_the_benchmark_compares_both_ways(model_dir, tmp_path, capsys):
     assert lines[1].startswith("plain batches of 4: ")
     assert lines[2].startswith("4 slots: ")
     assert lines[3].endswith("same tokens 100.0 %")
+
+
+def test_a_completion_that_fills_the_context_is_refused_by_its_flag_and_leaves_nothing(model_dir, tmp_path):
+    write_prompts(tmp_path, [{"id": "one", "prompt": "x"}])
+
+    with pytest.raises(ConfigError, match="--max-new-tokens leaves no room for a prompt: 100000"):
+        run(model_dir, tmp_path, "--max-new-tokens", "100000")
+
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["prompts.jsonl"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+def test_a_disk_that_refuses_rows_or_settings_ends_in_one_line_and_leaves_nothing(
+    tmp_path, monkeypatch, code
+):
+    def refuse(*_args, **_words):
+        raise OSError(code, os.strerror(code))
+
+    output = tmp_path / "chats.jsonl"
+    for place in ((os, "fsync"), (pathlib.Path, "write_text")):
+        with monkeypatch.context() as patched:
+            patched.setattr(*place, refuse)
+            with (
+                pytest.raises(
+                    DataError, match=rf"cannot write to --output: .*{os.strerror(code)}; free space"
+                ),
+                locked_output(output, {"a": 1}),
+            ):
+                pass
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_prompts_of_others_beside_a_new_output_are_not_touched(tmp_path):
+    (tmp_path / "chats.jsonl.prompts.jsonl").write_text('{"prompt": "mine"}')
+
+    with (
+        pytest.raises(ConfigError, match=r"prompts\.jsonl exists and chats\.jsonl\.settings\.json does not"),
+        locked_output(tmp_path / "chats.jsonl", {"sampled_prompts": {}}),
+    ):
+        pass
+
+    assert (tmp_path / "chats.jsonl.prompts.jsonl").read_text() == '{"prompt": "mine"}'

@@ -1,17 +1,28 @@
 """Stop protocol, status record, run folder, and exit codes."""
 
 import json
+import logging
 import os
 import resource
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
-from trainer.errors import ConfigError, DataError, NonFiniteError, OutOfMemoryError, WorkerDiedError
+from trainer.__main__ import leave_tracebacks_to_bugs
+from trainer.checkpoint.state import check_state
+from trainer.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    OutOfMemoryError,
+    WorkerDiedError,
+)
 from trainer.lifecycle.exits import describe, exit_code, translate
 from trainer.lifecycle.heartbeat import PHASES, StatusFile
-from trainer.lifecycle.runfolder import find_git_sha, write_json
+from trainer.lifecycle.runfolder import find_git_sha, hold_output, write_json
 from trainer.lifecycle.signals import SignalCounter, StopFile, StoppedEarlyError
 from trainer.lifecycle.stopping import StopWatch
 
@@ -300,3 +311,53 @@ def test_full_disk_at_the_start_is_one_clear_error(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     assert list(tmp_path.iterdir()) == []
+
+
+def _fail_in(output: Path, error: Exception, *, checkpoint: bool = False) -> None:
+    for folder in ("lineage-0000/state", "lineage-0000/export", "run/control"):
+        (output / folder).mkdir(parents=True)
+    (output / "run" / "config.json").write_text("{}")
+    if checkpoint:
+        (output / "lineage-0000" / "state" / "step-00000001").mkdir()
+    raise error
+
+
+def test_a_run_without_data_leaves_nothing_in_a_folder_that_it_made(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+
+    with pytest.raises(DataError), hold_output(output):
+        _fail_in(output, DataError("no usable sample"))
+
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("is_there", "checkpoint", "error"),
+    [(True, False, DataError), (False, True, DataError), (False, False, CheckpointError)],
+    ids=["a folder of before", "a checkpoint", "another error"],
+)
+def test_traces_stay_where_they_may_matter(tmp_path: Path, is_there: bool, checkpoint: bool, error) -> None:
+    output = tmp_path / "out"
+    if is_there:
+        output.mkdir()
+
+    with pytest.raises(error), hold_output(output):
+        _fail_in(output, error("why"), checkpoint=checkpoint)
+
+    assert (output / "run" / "config.json").exists()
+    assert (output / "lineage-0000" / "state").exists()
+
+
+def test_an_export_named_as_a_state_is_answered_without_the_words_of_the_system(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"not a training state: .* \(it has no \S+\); name a state"):
+        check_state(tmp_path)
+
+
+def test_errors_raised_on_purpose_are_logged_without_a_traceback() -> None:
+    for error in (NonFiniteError("5 steps"), RuntimeError("a bug")):
+        try:
+            raise error
+        except Exception as caught:  # noqa: BLE001 - both kinds go through the same line
+            record = logging.makeLogRecord({"exc_info": (type(caught), caught, caught.__traceback__)})
+        assert leave_tracebacks_to_bugs(record)
+        assert bool(record.exc_info) is isinstance(error, RuntimeError)

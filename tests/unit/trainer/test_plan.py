@@ -564,3 +564,34 @@ def test_planning_for_absent_gpus_needs_no_measurement_and_says_so(folder, capsy
     assert "not measured; by counted work" in output.out
     assert "drafter on cuda:6, cuda:7: each" in output.out
     assert "sum over drafters" in output.out
+
+
+@pytest.mark.usefixtures("_root_logger")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--gpu-memory-gib", "nan"), "--gpu-memory-gib must be above 0"),
+        (("--gpu-memory-gib", "inf"), "--gpu-memory-gib must be above 0"),
+        (("--gpu-memory-gib", "0"), "--gpu-memory-gib must be above 0"),
+        (("--gpus", "100000000"), "--gpus must be at most 4096"),
+        (("--json", "nowhere/plan.json"), "--json lies in a folder that does not exist"),
+        (("--json", "."), "--json names a folder"),
+        (("--json", "mine.json"), "--json would replace a file that this command did not write"),
+        (("--set", "loss.max_anchors=100000000000"), "max_anchors must be at most 65536"),
+        (("--set", "optim.epochs=100000000000000000000"), "epochs must be at most 100000"),
+        (("--set", "optim.max_steps=100000000000000000000"), "max_steps must be at most 1000000000"),
+        (("--set", "data.max_seq_len=100000000000000000000"), "max_seq_len must be at most"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused_before_anything_is_planned(
+    folder, capsys, tmp_path, monkeypatch, words, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.json").write_text("{}")
+    monkeypatch.setattr("trainer.plan.read_facts", lambda *_, **__: pytest.fail("planned all the same"))
+
+    code, output = plan(folder, capsys, *words)
+
+    assert (code, output.err.count("\n")) == (2, 1)
+    assert message in output.err
+    assert (tmp_path / "mine.json").read_text() == "{}"
