@@ -52,6 +52,7 @@ from trainer.pipeline.devices import check_devices
 from trainer.pipeline.records import connect_sources
 from trainer.pipeline.workers import Board, WorkerGroup
 from trainer.planning.check import check_memory
+from trainer.target.identity import export_identity
 from trainer.target.kernels import find_kernels
 from trainer.target.worker import TargetWorker
 from trainer.telemetry import capabilities
@@ -297,7 +298,8 @@ class Trainer:
             facts=RunFacts(
                 identity=self._identity | {"wandb_id": self._wandb_id},
                 drafter_fields={f.name: getattr(drafter, f.name) for f in dataclasses.fields(drafter)},
-                export_meta={"mask_token_reason": parts.target.info.mask_token_reason},
+                export_meta={"mask_token_reason": parts.target.info.mask_token_reason}
+                | export_identity(self._identity["target"]),
             ),
             source=parts.optimizer,
             consumed=parts.consumed,

@@ -204,6 +204,23 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def read_target_meta(directory: Path) -> dict[str, str]:
+    """Return what an export's weights say about its target, as `export_drafter` got it; empty if nothing.
+
+    Raises:
+        CheckpointError: the weights cannot be read.
+    """
+    prefix = "target."
+    for path in sorted(directory.glob("*.safetensors"))[:1]:
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                found = file.metadata() or {}
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read weights {path}: {error}") from error
+        return {key.removeprefix(prefix): text for key, text in found.items() if key.startswith(prefix)}
+    return {}
+
+
 def check_export(directory: Path) -> ExportReport:
     """Verify that serving engines will load an export as it was trained.
 
@@ -249,7 +266,8 @@ def copy_export(source: Path, output: Path, *, overwrite: bool = False) -> Expor
     """
     check_output(output, source=source, overwrite=overwrite)
     exported = read_export(source)
-    write_export(exported.fields, exported.tensors, {"source": source}, output, overwrite=overwrite)
+    meta = read_target_meta(source) | {"source": str(source)}
+    write_export(exported.fields, exported.tensors, meta, output, overwrite=overwrite)
     return check_export(output)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from trainer.arguments import DEFAULT_MAX_NEW_TOKENS
-from trainer.checkpoint.export import CONFIG_NAME, read_config
+from trainer.checkpoint.export import CONFIG_NAME, read_config, read_target_meta
 from trainer.checkpoint.export_faults import key_faults
 from trainer.data.prompts import Prompt, read_prompts
 from trainer.drafter.exported import load_drafter
@@ -34,6 +34,7 @@ from trainer.eval.verify import Sampling
 from trainer.lifecycle.results import ResultFile, check_results, is_record, write_result
 from trainer.lifecycle.runfolder import describe_code
 from trainer.target.capture import Target
+from trainer.target.identity import is_other_target
 from trainer.target.loader import load_target
 
 _LOG = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
     _check_pair(target, drafter)
     trained_size = drafter.config.block_size
     plan = _plan(request, place, trained_size)
-    warnings = [*_size_warnings(plan.block_sizes, trained_size), *_config_warnings(request.drafter)]
+    warnings = [*_size_warnings(plan.block_sizes, trained_size), *_config_warnings(request)]
     for warning in warnings:
         _LOG.warning("%s", warning)
     blocks = measure(target, drafter, _choose(prompt_file.prompts, request.max_prompts), plan)
@@ -256,12 +257,19 @@ def _size_warnings(sizes: Sequence[int], trained: int) -> list[str]:
     ]
 
 
-def _config_warnings(drafter: Path) -> list[str]:
-    """Say what serving engines will not find, although this program reads the drafter without it."""
-    return [
+def _config_warnings(request: EvalRequest) -> list[str]:
+    """Say what serving engines will not find, and that the drafter is of another target of this shape."""
+    drafter = request.drafter
+    notes = [
         f"{drafter / CONFIG_NAME} lacks what engines read, {fault}; export --drafter writes it whole"
         for fault in key_faults(read_config(drafter))
     ]
+    if is_other_target(read_target_meta(drafter), request.target_model):
+        notes.append(
+            f"{drafter} was trained for other weights than those of {request.target_model}: expect a low "
+            "acceptance length, or name the target that it was trained for"
+        )
+    return notes
 
 
 def _check_pair(target: Target, drafter: Drafter) -> None:

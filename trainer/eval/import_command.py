@@ -23,7 +23,7 @@ from trainer.drafter.model import DrafterConfig
 from trainer.errors import EXIT_FINISHED, ConfigError
 from trainer.eval.export_command import refuse_state
 from trainer.lifecycle.runfolder import hold_output
-from trainer.target.identity import target_fingerprint
+from trainer.target.identity import export_identity, target_fingerprint
 from trainer.target.loader import rope_settings
 
 
@@ -61,15 +61,16 @@ def _check_pair(config: DrafterConfig, settings: Any, drafter: Path, target: Pat
 
 def _write(exported: ExportedDrafter, args: argparse.Namespace) -> Path:
     mask = exported.fields["mask_token_id"]
+    target = target_fingerprint(args.target_model, mask_token_id=mask)
     state = imported_state(
         exported.fields,
         exported.tensors,
         source=args.drafter.resolve(),
-        target=target_fingerprint(args.target_model, mask_token_id=mask),
+        target=target,
     )
     store = CheckpointStore(args.output / new_lineage(args.output))
     store.prepare()
-    meta = {"imported_from": args.drafter.name}
+    meta = {"imported_from": args.drafter.name} | export_identity(target)
     store.save("export", 0, lambda folder: write_export(exported.fields, exported.tensors, meta, folder))
     return store.save("state", 0, functools.partial(write_state, state))
 

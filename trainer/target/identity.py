@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import ConfigError
 
+SAMPLE_KEY = "weights_sample_sha256"
 SAMPLES = 256
 SAMPLE_BYTES = 4096
 """What of each weight file goes into the fingerprint of a target: 1 MiB, wherever it lies."""
@@ -40,9 +41,25 @@ def target_fingerprint(directory: Path, *, mask_token_id: int) -> dict[str, Any]
     return {
         "config_sha256": hashlib.sha256((directory / "config.json").read_bytes()).hexdigest(),
         "weight_files": {file.name: file.stat().st_size for file in files},
-        "weights_sample_sha256": sample_digest(files),
+        SAMPLE_KEY: sample_digest(files),
         "mask_token_id": mask_token_id,
     }
+
+
+def export_identity(fingerprint: Mapping[str, Any]) -> dict[str, str]:
+    """Return what an export remembers of its target: enough to tell another one of the same shape."""
+    return {SAMPLE_KEY: str(fingerprint[SAMPLE_KEY])}
+
+
+def is_other_target(meta: Mapping[str, str], directory: Path) -> bool:
+    """Whether an export is known to be of other target weights than those of a folder.
+
+    Args:
+        meta: of the export, see `checkpoint.export.read_target_meta`; without the key nothing is known.
+        directory: of the target.
+    """
+    known = meta.get(SAMPLE_KEY)
+    return known is not None and known != sample_digest(sorted(directory.glob("*.safetensors")))
 
 
 def sample_digest(files: Sequence[Path]) -> str:

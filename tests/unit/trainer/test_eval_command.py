@@ -15,7 +15,7 @@ import torch
 
 from tests.support.tiny_drafter import make_drafter, talkative_target
 from trainer.arguments import add_eval_arguments
-from trainer.checkpoint.export import export_drafter
+from trainer.checkpoint.export import copy_export, export_drafter, read_target_meta
 from trainer.data.prompts import Prompt
 from trainer.errors import CheckpointError, ConfigError, DataError, DependencyError
 from trainer.eval import command, plot
@@ -27,6 +27,7 @@ from trainer.eval.speculative import SpeculativeResult, speculative_generate
 from trainer.eval.speed import Timed, find_divergences, speed_record
 from trainer.eval.statistics import Counted, by_context_length, interval_of_mean
 from trainer.lifecycle.results import check_results, write_result
+from trainer.target.identity import SAMPLE_KEY, export_identity, target_fingerprint
 from trainer.target.loader import load_target
 
 
@@ -401,3 +402,16 @@ def test_drafter_weights_are_evaluated_in_fp32_on_the_cpu(inputs) -> None:
     report = evaluate(EvalRequest(**inputs, max_new_tokens=2, max_prompts=1, with_speed=False))
 
     assert report["setting"]["dtype"] == "float32"
+
+
+def test_a_drafter_of_another_target_of_the_same_shape_is_told(inputs, tmp_path) -> None:
+    own = target_fingerprint(inputs["target_model"], mask_token_id=3)
+    for name, meta in (("own", export_identity(own)), ("other", export_identity(own | {SAMPLE_KEY: "0"}))):
+        export_drafter(make_drafter(), meta, tmp_path / name)
+    requests = {name: EvalRequest(**(inputs | {"drafter": tmp_path / name})) for name in ("own", "other")}
+    copy_export(tmp_path / "other", tmp_path / "copy")
+
+    assert command._config_warnings(requests["own"]) == []
+    assert "trained for other weights than those of" in command._config_warnings(requests["other"])[0]
+    assert command._config_warnings(EvalRequest(**inputs)) == []
+    assert read_target_meta(tmp_path / "copy")[SAMPLE_KEY] == "0"
