@@ -20,7 +20,7 @@ from trainer.checkpoint.store import CheckpointStore, new_lineage
 from trainer.data.pretrained import load_config
 from trainer.drafter.exported import published_config
 from trainer.drafter.model import DrafterConfig
-from trainer.errors import EXIT_FINISHED, ConfigError
+from trainer.errors import EXIT_FINISHED, ConfigError, TrainerError
 from trainer.eval.export_command import refuse_state
 from trainer.lifecycle.runfolder import hold_output
 from trainer.target.identity import export_identity, target_fingerprint
@@ -39,7 +39,7 @@ def run_import(args: argparse.Namespace) -> int:
     config = published_config(exported, args.drafter)
     settings = load_config(args.target_model).get_text_config()
     _check_pair(config, settings, args.drafter, args.target_model)
-    with hold_output(args.output):
+    with hold_output(args.output, leaves_nothing_on=TrainerError):
         state = _write(exported, args)
     sys.stdout.write(_describe(config, settings, state, args))
     return EXIT_FINISHED

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import config_hash
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, TrainerError
 from trainer.flags import Resolved
 from trainer.telemetry.capabilities import package_versions
 
@@ -70,8 +70,13 @@ def describe_code() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def hold_output(output_dir: Path) -> Iterator[None]:
+def hold_output(output_dir: Path, *, leaves_nothing_on: type[TrainerError] = DataError) -> Iterator[None]:
     """Keep other trainers out of an output folder while this one uses it.
+
+    Args:
+        output_dir: made when missing.
+        leaves_nothing_on: an error after which a folder that was made here is removed, unless it holds a
+            checkpoint.
 
     Raises:
         ConfigError: the folder cannot be made, or another trainer holds it (its pid is named).
@@ -99,7 +104,7 @@ def hold_output(output_dir: Path) -> Iterator[None]:
             os.write(stream.fileno(), str(os.getpid()).encode())
         try:
             yield
-        except DataError:
+        except leaves_nothing_on:
             if is_new:
                 _remove_traces(output_dir)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from trainer.checkpoint.export import export_drafter
 from trainer.checkpoint.store import verify
 from trainer.drafter.exported import load_drafter
 from trainer.drafter.masks import FULL, SLIDING
-from trainer.errors import ConfigError
+from trainer.errors import CheckpointError, ConfigError
 from trainer.eval.export_check import inspect_export
 from trainer.lifecycle.runfolder import hold_output
 
@@ -193,6 +194,21 @@ def test_an_occupied_output_folder_is_refused(places, tmp_path, caplog) -> None:
 
     assert code == ConfigError.exit_code
     assert not (tmp_path / "out" / "lineage-0000").exists()
+
+
+def test_a_full_disk_leaves_no_output_folder(places, tmp_path, monkeypatch, capsys) -> None:
+    def full(*_args, **_words):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source = published(tmp_path)
+    monkeypatch.setattr("trainer.checkpoint.export.save_file", full)
+
+    code = take(source, places[0], tmp_path / "out")
+
+    said = capsys.readouterr().err
+    assert (code, said.count("\n")) == (CheckpointError.exit_code, 1)
+    assert "No space left on device; free space" in said
+    assert not (tmp_path / "out").exists()
 
 
 def old_spelling(config: dict) -> None:
