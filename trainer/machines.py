@@ -62,7 +62,12 @@ class Machines:
         _LOG.info(
             "rank %d waits for the other %d at %s", self.rank, self.count - 1, self._world.meeting_point
         )
-        meeting = _Meeting(self._world, board, uses_cuda=config.devices.drafters()[0] != "cpu")
+        meeting = _Meeting(
+            self._world,
+            board,
+            uses_cuda=config.devices.drafters()[0] != "cpu",
+            limit_s=exchange_limit_s(config),
+        )
         meeting.start()
         while meeting.is_alive():
             meeting.join(WAIT_S)
@@ -159,9 +164,9 @@ class Machines:
 class _Meeting(threading.Thread):
     """Builds the link to the others; left behind when the run is stopped meanwhile."""
 
-    def __init__(self, world: World, board: Board, *, uses_cuda: bool) -> None:
+    def __init__(self, world: World, board: Board, *, uses_cuda: bool, limit_s: float) -> None:
         super().__init__(name="meeting", daemon=True)
-        self._build = functools.partial(Nodes, world, board, uses_cuda=uses_cuda)
+        self._build = functools.partial(Nodes, world, board, uses_cuda=uses_cuda, limit_s=limit_s)
         self._nodes: Nodes | None = None
         self._error: BaseException | None = None
 
@@ -177,3 +182,16 @@ class _Meeting(threading.Thread):
             raise self._error
         assert self._nodes is not None
         return self._nodes
+
+
+def exchange_limit_s(config: TrainConfig) -> float:
+    """Return how long a machine waits for the others in one exchange before the run counts as stalled.
+
+    Another machine may be in its longest quiet phase: one part of a start (`queue.start_stall_s`), a save
+    (`checkpoint.stall_s`), or an evaluation, with `queue.stall_s` for each prompt and for the held-out pass.
+    After it there is `queue.stall_s`, as for any other sign of life.
+    """
+    stall_s, wanted = config.queue.stall_s, config.eval
+    parts = (wanted.max_prompts if wanted.prompts else 0) + bool(wanted.held_out_data)
+    evaluation_s = parts * stall_s if wanted.every or wanted.held_out_every else 0.0
+    return stall_s + max(config.queue.start_stall_s, config.checkpoint.stall_s, evaluation_s)

@@ -140,6 +140,7 @@ class Trainer:
                 self._is_finished = True
             else:
                 self._run_pipeline(parts)
+                self._require_end(parts.plan.total_steps)
         finally:
             if self._saver is not None:
                 self._saver.close(timeout_s=SAVE_AFTER_FAILURE_S, give_up=self._is_abandoned)
@@ -483,6 +484,15 @@ class Trainer:
             return
         self._save_last(step)
         self._is_finished = step >= self._parts.plan.total_steps
+
+    def _require_end(self, total_steps: int) -> None:
+        """Refuse to pass off as a stop, or as an end, that the packs ran out before the plan was done."""
+        if not self._is_finished and self._stopping.request is None:
+            step = self._parts.plan.first_step if self._worker is None else self._worker.step
+            raise PipelineError(
+                f"the packs ran out at step {step} of {total_steps} without a stop request: the plan counted "
+                "more than the feeder dealt; start again, it resumes from the checkpoint of this step"
+            )
 
     def _save_last(self, step: int) -> None:
         if self._saver is not None:

@@ -134,6 +134,22 @@ def test_golden_20_two_machines_train_as_one_with_two_drafters(tiny, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".trainer.lock", "lineage-0000"]
 
 
+def test_golden_20_two_machines_with_two_drafters_each_train_as_one_with_four(tiny, tmp_path, ranks):
+    common = {"queue__ordered": True, "optim__epochs": 2, "optim__lr": 0.003}
+    started = ranks(settings_for(*tiny, tmp_path / "out", **common, devices__drafter_gpus="cpu,cpu"))
+    assert [process.wait(300) for process in started] == [0, 0], logs(tmp_path)
+
+    single = settings_for(*tiny, tmp_path / "single", **common, devices__drafter_gpus="cpu,cpu,cpu,cpu")
+    assert run_here(single) == 0
+
+    (record, ours), (_, theirs) = state_of(tmp_path / "out"), state_of(tmp_path / "single")
+    assert (record["world"]["machines"], len(record["world"]["drafters"])) == (2, 2)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    assert consumed(ours) == 18
+
+
 def test_sigterm_on_one_machine_stops_both_with_one_checkpoint(tiny, tmp_path, ranks):
     started = ranks(settings_for(*tiny, tmp_path / "out", **LONG))
     await_status(started[0], tmp_path / "run-0", lambda status: status["step"] >= 3)
@@ -151,14 +167,16 @@ def test_sigterm_on_one_machine_stops_both_with_one_checkpoint(tiny, tmp_path, r
     assert "rank 1 stops" in (tmp_path / "log-0").read_text()
 
 
-def test_machine_that_is_lost_ends_the_other_with_exit_7_and_a_whole_checkpoint(tiny, tmp_path, ranks):
+@pytest.mark.parametrize("lost", [0, 1])
+def test_machine_that_is_lost_ends_the_other_with_exit_7_and_a_whole_checkpoint(tiny, tmp_path, ranks, lost):
+    left = 1 - lost
     started = ranks(settings_for(*tiny, tmp_path / "out", **LONG, checkpoint__every=2))
     await_status(started[0], tmp_path / "run-0", lambda s: (s["last_checkpoint"] or {}).get("step", 0) >= 4)
 
-    os.kill(started[1].pid, signal.SIGKILL)
+    os.kill(started[lost].pid, signal.SIGKILL)
 
-    assert started[0].wait(300) == 7, logs(tmp_path)
-    assert "rank 1" in read_status(tmp_path / "run-0")["message"]
+    assert started[left].wait(300) == 7, logs(tmp_path)
+    assert f"rank {lost}" in read_status(tmp_path / f"run-{left}")["message"]
     newest = lineage(tmp_path).find_newest()
     assert newest.skipped == ()
     assert newest.step >= 4

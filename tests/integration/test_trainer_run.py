@@ -23,6 +23,7 @@ from trainer.errors import (
     DataError,
     DependencyError,
     NonFiniteError,
+    PipelineError,
     StalledError,
     WorkerDiedError,
 )
@@ -444,6 +445,22 @@ def test_stop_that_comes_while_the_last_checkpoint_is_saved_finds_a_finished_run
 
     assert run_here(settings_for(*tiny, out, optim__max_steps=3)) == 0
     assert read_status(out / "run")["message"] == "finished"
+
+
+def test_packs_that_run_out_before_the_plan_is_done_are_an_error_and_no_stop(tiny, out, monkeypatch):
+    real = assembly.total_steps_after
+    monkeypatch.setattr(assembly, "total_steps_after", lambda *args, **facts: real(*args, **facts) + 4)
+
+    with pytest.raises(
+        PipelineError, match=r"^the packs ran out at step (\d+) of \d+ without a stop"
+    ) as caught:
+        run_here(settings_for(*tiny, out, optim__epochs=1))
+
+    assert caught.value.exit_code == 7
+    assert "\n" not in str(caught.value)
+    assert "the packs ran out" in read_status(out / "run")["message"]
+    step = int(str(caught.value).split("step ")[1].split()[0])
+    assert (out / "lineage-0000" / "state" / f"step-{step:08d}").is_dir()
 
 
 def test_last_metrics_line_says_the_rate_and_noise_of_the_last_step(tiny, out, visits):

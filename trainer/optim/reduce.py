@@ -62,7 +62,13 @@ class ReplicaSum:
         return _mark(first.tensors[0].device)
 
     def _bring_near(self, remote: Tensor, like: Tensor) -> Tensor:
-        """Return the tensor on the first device; one buffer per dtype serves all, in stream order."""
+        """Return the tensor on the first device; one buffer per dtype serves all, in stream order.
+
+        That order holds because every drafter works on the default stream of its device: a copy between
+        devices waits for what both current streams hold, and the thread that adds has the first device's
+        default stream as its current one, with the default stream of each other device beside it. Work on
+        another stream would need events of its own around the copy and around the buffer's next use.
+        """
         if remote.device == like.device:
             return remote
         buffer = self._scratch.get(like.dtype)

@@ -27,10 +27,11 @@ from trainer.pipeline.workers import Board
 
 _LOG = logging.getLogger(__name__)
 
+LIMIT_KEYS = "queue.stall_s and the longest of the phases that another machine may be in"
 MEET_S = 600.0
 """How long a rank waits for the others to come at all."""
-COLLECTIVE_LIMIT = timedelta(hours=24)
-"""Longer than any evaluation: a peer that is gone is noticed by its pulse, one that hangs ends itself."""
+LINK_MARGIN_S = 60.0
+"""The link's own limit comes so much after the stall limit, which shows where the threads stand."""
 
 
 class Nodes:
@@ -38,21 +39,28 @@ class Nodes:
 
     Args:
         uses_cuda: the tensors to be summed live on a CUDA device.
+        limit_s: longest wait for the others in one exchange. A rank that is gone is noticed by its pulse;
+            this finds ranks that all live and all wait.
 
     Raises:
         PipelineError: the others did not come, or the meeting point does not answer.
     """
 
-    def __init__(self, world: World, board: Board, *, uses_cuda: bool) -> None:
+    def __init__(self, world: World, board: Board, *, uses_cuda: bool, limit_s: float) -> None:
         self.rank, self.size = world.rank, world.size
         self._board = board
+        self._limit_s = limit_s
         backend = "cpu:gloo,cuda:nccl" if uses_cuda else "gloo"
         try:
             store, _, _ = next(
                 rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=MEET_S))
             )
             dist.init_process_group(
-                backend, store=store, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_LIMIT
+                backend,
+                store=store,
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timedelta(seconds=limit_s + LINK_MARGIN_S),
             )
         except (RuntimeError, ValueError, OSError) as error:
             raise PipelineError(
@@ -156,9 +164,9 @@ class Nodes:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Wait for the other machines without a stall limit, and say who is missing when the link breaks."""
+        """Wait for the other machines under its own limit, and say who is missing when the link breaks."""
         try:
-            with self._board.quiet("the other machines"):
+            with self._board.quiet("the other machines", limit_s=self._limit_s, key=LIMIT_KEYS):
                 yield
         except RuntimeError as error:
             raise PipelineError(self._pulse.explain_loss(_first_line(error))) from error

@@ -31,12 +31,17 @@ from trainer.pipeline.timers import StageTimers, new_event
 from trainer.pipeline.workers import WAIT_S, Board
 
 DEVICE_SLOTS = 2
+HOST_COPIES = DEVICE_SLOTS + 2
+"""Pinned buffers of a sender outside the queue: copies that wait, one delivered now, one started now."""
 
 
 class PinnedPool:
     """Reusable pinned host buffers; one buffer serves one pack at a time.
 
-    Buffers are only handed back after the event that ends their last reader has completed.
+    Buffers are only handed back after the event that ends their last reader has completed. The pool never
+    shrinks: pinning is slow, so it keeps whatever was once in flight at one time, of each size for itself.
+    Where lengths mix unevenly that is more than the queue holds at once; `plan` counts the full queue and
+    `HOST_COPIES` beside it, as if every buffer could serve every length.
     """
 
     def __init__(self) -> None:

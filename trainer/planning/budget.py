@@ -17,7 +17,7 @@ from trainer.config import TrainConfig
 from trainer.drafter.model import Drafter, DrafterConfig
 from trainer.drafter.objective import Objective
 from trainer.pipeline.devices import pick_attention, pick_dtype
-from trainer.pipeline.transfer import DEVICE_SLOTS
+from trainer.pipeline.transfer import DEVICE_SLOTS, HOST_COPIES
 from trainer.planning.outline import DrafterLoad, Needs, drafter_needs, target_needs
 from trainer.planning.packs import PackFacts
 from trainer.target.capture import Target
@@ -225,7 +225,8 @@ def host_budget(
     pack = math.ceil(packs.mean_tokens * per_token)
     queued = int(min(cap, config.queue.hs_max_depth * pack))
     ready = min(cap, config.queue.hs_min_ready * pack)
-    in_flight = DEVICE_SLOTS * len(config.devices.targets()) * _pinned_bytes(packs.most_tokens * per_token)
+    copies = HOST_COPIES * len(config.devices.targets()) + len(config.devices.drafters())
+    in_flight = copies * _pinned_bytes(packs.most_tokens * per_token)
     terms = [
         Term("process and libraries", PROCESS_BYTES, "estimate"),
         Term("queue of hidden states", queued, f"at --hs-max-depth {config.queue.hs_max_depth}"),
@@ -234,7 +235,7 @@ def host_budget(
         rounded = int(queued * (_pinned_bytes(pack) / pack - 1.0)) if pack else 0
         terms += [
             Term("rounding of pinned buffers", rounded, "to powers of two, at least 1 MiB"),
-            Term("copies on their way", in_flight, f"{DEVICE_SLOTS} per target worker"),
+            Term("copies on their way", in_flight, f"{HOST_COPIES} per target worker, 1 per drafter"),
         ]
     cache = min(config.target.cache_features_bytes, packs.tokens_per_epoch * per_token)
     if cache:

@@ -165,6 +165,9 @@ _CUDA = (
 
 _TELEMETRY = (
     Field("telemetry/reports_dropped", "lines", "process", "interval reports that found the reporter behind"),
+    Field(
+        "telemetry/lines_failed", "lines", "process", "lines lost to an error, whose traceback is in the log"
+    ),
     Field("telemetry/jsonl_lost", "lines", "process", "lines that `metrics.ndjson` did not take"),
     Field(
         "telemetry/wandb_dropped", "lines", "process", "lines that W&B was too slow for; null when it is off"

@@ -78,6 +78,7 @@ class Reporter:
         self._clock_tokens = 0
         self._clock_s = monotonic()
         self.dropped = 0
+        self.failed = 0
 
     def start(self) -> None:
         """Start the thread."""
@@ -122,7 +123,7 @@ class Reporter:
         except queue.Empty:
             self._guarded_line_by_clock()
         except Exception:  # noqa: BLE001 - the thread boundary: telemetry must not end training
-            _LOG.exception("a metrics line was lost")
+            self._count_lost_line()
         self._tick_if_due()
         return True
 
@@ -134,11 +135,17 @@ class Reporter:
         try:
             self._emit_by_clock()
         except Exception:  # noqa: BLE001 - as in `turn`
-            _LOG.exception("a metrics line was lost")
+            self._count_lost_line()
+
+    def _count_lost_line(self) -> None:
+        """Log the error that is being handled and count its line; the next line says how many were lost."""
+        self.failed += 1
+        _LOG.exception("a metrics line was lost")
 
     def _own_record(self) -> Mapping[str, Any]:
         lost = {sink.counter: sink.lost for sink in self._sinks}
-        return {"reports_dropped": self.dropped, "jsonl_lost": None, "wandb_dropped": None, **lost}
+        own = {"reports_dropped": self.dropped, "lines_failed": self.failed}
+        return own | {"jsonl_lost": None, "wandb_dropped": None} | lost
 
     def _tick_if_due(self) -> None:
         now_s = self._monotonic()

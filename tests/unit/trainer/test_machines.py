@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.trainer.test_replicas import names, run_threads
+from trainer.config import CheckpointConfig, EvalConfig, PathsConfig, QueueConfig, TrainConfig
 from trainer.data.sampler import PackSampler, take_share
-from trainer.errors import ConfigError, PipelineError
+from trainer.errors import ConfigError, PipelineError, StalledError
 from trainer.flags import World, find_world
-from trainer.machines import Machines
+from trainer.machines import Machines, exchange_limit_s
 from trainer.optim.replicas import ReplicaGroup, StepShare
 from trainer.pipeline.nodes import Nodes
 from trainer.pipeline.workers import Board
@@ -180,3 +181,47 @@ def test_single_machine_needs_no_link():
     assert machines.is_first
     machines.part(is_abandoned=False)
     machines.fail("nothing to tell")
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit_s"),
+    [
+        ({}, 100 + 300),
+        ({"checkpoint": {"stall_s": 700.0}}, 100 + 700),
+        ({"eval": {"prompts": "config.json", "max_prompts": 8}}, 100 + 300),
+        ({"eval": {"every": 5, "prompts": "config.json", "max_prompts": 8}}, 100 + 800),
+        (
+            {"eval": {"held_out_every": 5, "held_out_data": "config.json", "prompts": "config.json"}},
+            100 + 900,
+        ),
+        ({"eval": {"held_out_every": 5, "held_out_data": "config.json"}}, 100 + 300),
+    ],
+    ids=["start", "save", "prompts, never asked", "prompts", "prompts and held-out", "held-out"],
+)
+def test_limit_of_an_exchange_covers_the_longest_phase_of_another_machine(
+    tmp_path, monkeypatch, changes, limit_s
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    config = TrainConfig(
+        paths=PathsConfig(**dict.fromkeys(("target_model", "data_dir", "output_dir"), str(tmp_path))),
+        queue=QueueConfig(stall_s=100.0, start_stall_s=300.0),
+        checkpoint=CheckpointConfig(**({"stall_s": 200.0} | changes.get("checkpoint", {}))),
+        eval=EvalConfig(**changes.get("eval", {})),
+    )
+
+    assert exchange_limit_s(config) == limit_s
+
+
+def test_ranks_that_all_live_and_all_wait_are_found_by_the_limit_of_the_exchange():
+    now_s = [0.0]
+    board = Board(stall_s=10.0, monotonic=lambda: now_s[0])
+    nodes = TableNodes(0, 2, Table(2))
+    nodes._board, nodes._limit_s = board, 40.0
+
+    with nodes._guarded():
+        now_s[0] = 39.0
+        board.check()
+        now_s[0] = 41.0
+        with pytest.raises(StalledError, match=r"41 s .*the other machines"):
+            board.check()

@@ -516,7 +516,34 @@ def test_what_telemetry_lost_stands_in_every_line():
     reporter.submit(IntervalReport(step=4, tokens=9, train={}))
     reporter.turn(wait_s=1.0)
 
-    assert sink.lines[0]["telemetry"] == {"reports_dropped": 2, "jsonl_lost": 3, "wandb_dropped": None}
+    assert sink.lines[0]["telemetry"] == {
+        "reports_dropped": 2,
+        "lines_failed": 0,
+        "jsonl_lost": 3,
+        "wandb_dropped": None,
+    }
+
+
+def test_lines_that_an_error_loses_are_counted_in_the_next_line(caplog):
+    sink, now_s = ListSink(fails=True), [100.0]
+    reporter = Reporter(
+        [sink],
+        Sources(),
+        profile_interval_s=60.0,
+        tick=lambda: None,
+        tick_interval_s=1e9,
+        monotonic=lambda: now_s[0],
+    )
+    reporter.submit(IntervalReport(step=1, tokens=9, train={}))
+    reporter.turn(wait_s=1.0)
+    now_s[0] += 61.0
+    reporter.turn(wait_s=0.001)
+    sink.fails = False
+    reporter.submit(IntervalReport(step=2, tokens=9, train={}))
+    reporter.turn(wait_s=1.0)
+
+    assert [line["telemetry"]["lines_failed"] for line in sink.lines] == [2]
+    assert caplog.text.count("a metrics line was lost") == 2
 
 
 def test_lines_by_the_clock_before_the_first_step_know_nothing_and_say_so():
