@@ -89,6 +89,7 @@ class Trainer:
         self._worker: DrafterWorker | None = None
         self._saver: Saver | None = None
         self._is_finished = False
+        self._has_run_out = False
         self._wandb_id = ""
         self._machines = Machines(resolved.world)
 
@@ -475,6 +476,7 @@ class Trainer:
     def _at_end(self, step: int, *, close: Any) -> None:
         """Release the producers, then save unless told not to."""
         close()
+        was_stopping = self._board.stop.is_set()
         self._board.stop.set()
         if step < self._parts.plan.total_steps:
             self._machines.take_over_stop(self._stopping, ask=True)
@@ -484,10 +486,11 @@ class Trainer:
             return
         self._save_last(step)
         self._is_finished = step >= self._parts.plan.total_steps
+        self._has_run_out = not (self._is_finished or was_stopping or stop)
 
     def _require_end(self, total_steps: int) -> None:
         """Refuse to pass off as a stop, or as an end, that the packs ran out before the plan was done."""
-        if not self._is_finished and self._stopping.request is None:
+        if self._has_run_out:
             step = self._parts.plan.first_step if self._worker is None else self._worker.step
             raise PipelineError(
                 f"the packs ran out at step {step} of {total_steps} without a stop request: the plan counted "

@@ -120,4 +120,5 @@ def test_predicted_pinned_bytes_are_those_of_the_pools_buffers(folder, monkeypat
     assert terms["queue of hidden states"] + terms["rounding of pinned buffers"] == pytest.approx(
         sum(pinned(pack.nbytes) for pack in packs[:4]), rel=0.1
     )
-    assert terms["copies on their way"] == pytest.approx(2 * transfer.DEVICE_SLOTS * pinned(largest), rel=0.1)
+    buffers = 2 * transfer.HOST_COPIES + 1
+    assert terms["copies on their way"] == pytest.approx(buffers * pinned(largest), rel=0.1)
