@@ -70,6 +70,8 @@ class SignalCounter:
         """
         self._is_interrupting = True
         try:
+            if self.count:  # it came just before: nobody would look at the counter in here
+                raise StoppedEarlyError
             yield
         finally:
             self._is_interrupting = False

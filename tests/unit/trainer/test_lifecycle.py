@@ -286,6 +286,16 @@ def test_description_is_one_line_with_notes():
     assert describe(error) == "DataError: no rows (in thread feeder)"
 
 
+def test_a_signal_just_before_a_long_part_of_the_start_ends_it_too(signals):
+    os.kill(os.getpid(), signal.SIGTERM)
+    is_inside = False
+
+    with pytest.raises(StoppedEarlyError), signals.interrupting():
+        is_inside = True
+
+    assert not is_inside
+
+
 def test_signal_while_models_load_ends_the_loading_at_once(signals):
     never = threading.Event()
 
