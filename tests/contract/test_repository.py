@@ -149,7 +149,15 @@ def test_the_readme_shows_the_two_commands_and_ci_runs_the_second() -> None:
 def test_no_module_exceeds_six_hundred_lines() -> None:
     long = {
         str(path.relative_to(ROOT)): count
-        for path in tracked("supervisor/*.py", "trainer/*.py", "webui/src/*.ts*")
+        for path in tracked(
+            "supervisor/*.py",
+            "trainer/*.py",
+            "tests/*.py",
+            "benchmarks/*.py",
+            "demo/*.py",
+            "docs/*.py",
+            "webui/*.ts*",
+        )
         if (count := len(path.read_text().splitlines())) > 600
     }
 

@@ -1,6 +1,6 @@
 """Telemetry on CUDA: timing that never waits, allocator figures, and cards matched by uuid.
 
-CPU twins: `tests/unit/trainer/test_pipeline_parts.py` and `tests/unit/trainer/test_telemetry.py`.
+CPU twins: `tests/unit/trainer/test_pipeline_parts.py` and `tests/unit/trainer/test_nvml.py`.
 """
 
 from __future__ import annotations

@@ -12,13 +12,12 @@ import threading
 from pathlib import Path
 
 import pytest
+import wandb
 
 from tests.support.tiny import tiny_target, write_tiny_corpus
 from tests.support.trainer_runs import REPOSITORY, launch, metrics_lines, read_status, settings_for
 from trainer.telemetry.fields import FIELDS
 from trainer.telemetry.sink import WandbSink
-
-wandb = pytest.importorskip("wandb")
 
 KEY = "a" * 40
 GPU = {

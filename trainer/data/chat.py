@@ -10,6 +10,7 @@ a sample of its own. Pure apart from the tokenizer; must not read files.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -137,13 +138,12 @@ class ChatEncoder:
         parsed = [with_parsed_arguments(message) for message in messages]
         if parsed == list(messages):
             return self._encode(messages, settings)
-        # Some templates take arguments of tool calls as text and repeat it, others want objects.
-        try:
+        # Some templates take arguments of tool calls as text and repeat it, others want objects. A failure
+        # of the first try is not lost: the row counts as respelled, and what refuses both raises below.
+        with contextlib.suppress(TemplateError, TypeError, ValueError):
             chat = self._encode(messages, settings)
             if not chat.lost["tool_call_not_in_template"]:
                 return chat
-        except (TemplateError, TypeError, ValueError):
-            pass
         chat = self._encode(parsed, settings)
         chat.respelled += 1
         return chat

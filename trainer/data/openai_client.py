@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import random
+import re
 import socket
 import ssl
 import threading
@@ -23,6 +25,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trainer.errors import ConfigError
+
+_LOG = logging.getLogger(__name__)
+_NUMBER = re.compile(r"[+-]?\d{1,9}(\.\d+)?")
 
 LONGEST_WAIT_S = 120.0
 """Between two attempts, whatever the server asks for."""
@@ -262,15 +267,15 @@ def _parse_answer(content: bytes) -> Answer:
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:
-    """Seconds that the server asks to wait (it may also name a date), 0 when it does not."""
+    """Seconds that the server asks to wait, as a number or a date; 0 leaves it to the client's own delay."""
     value = next((text for name, text in headers.items() if name.lower() == "retry-after"), "").strip()
-    try:
+    if _NUMBER.fullmatch(value):
         return max(0.0, float(value))
-    except ValueError:
-        pass
     try:
         date = parsedate_to_datetime(value)
     except ValueError:
+        if value:
+            _LOG.warning("retry-after of the server cannot be read, the own delay applies: %r", value)
         return 0.0
     if date.tzinfo is None:
         date = date.replace(tzinfo=UTC)

@@ -34,6 +34,8 @@ from trainer.data.prepare_report import PrepareReport
 from trainer.data.sources import import_pyarrow
 from trainer.errors import ConfigError, DataError
 
+_REMEDY = "remove its folder and run prepare again"
+
 ROWS_PER_GROUP = 1024
 TOKENS_PER_GROUP = 1_048_576
 
@@ -161,7 +163,7 @@ class Staging:
     def abandon(self) -> None:
         """End in the middle: what was committed stays for a later run, the rest goes."""
         self._close()
-        if _read_state(self._folder) is None:
+        if not (self._folder / "state.json").exists():
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _close(self) -> None:
@@ -251,7 +253,11 @@ def locked_output(directory: Path) -> Iterator[None]:
 
 
 def find_interrupted(directory: Path) -> str | None:
-    """Why the files in a folder are no whole data set, or None."""
+    """Why the files in a folder are no whole data set, or None.
+
+    Raises:
+        DataError: nobody can tell, see `_read_state`.
+    """
     state = _read_state(directory / PARTIAL_DIR)
     if state is None or state.get("phase") == "reading":
         return None
@@ -336,11 +342,23 @@ def _move(source: Path, destination: Path) -> None:
 
 
 def _read_state(folder: Path) -> dict[str, Any] | None:
+    """Return what an interrupted run noted, or None without one.
+
+    Raises:
+        DataError: there is a note that cannot be read; what it stood for must not be taken for nothing.
+    """
+    path = folder / "state.json"
     try:
-        state = json.loads((folder / "state.json").read_text())
-    except (OSError, ValueError):
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return state if isinstance(state, dict) and "phase" in state else None
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"the note of an interrupted prepare cannot be read: {path} ({error}); {_REMEDY}"
+        ) from error
+    if not isinstance(state, dict) or "phase" not in state:
+        raise DataError(f"the note of an interrupted prepare names no phase: {path}; {_REMEDY}")
+    return state
 
 
 def _as_json(value: Any) -> bytes:

@@ -159,8 +159,10 @@ class Nodes:
     def close(self) -> None:
         """Part in good order, after the last collective."""
         self._pulse.close("")
-        with contextlib.suppress(RuntimeError):
+        try:
             dist.destroy_process_group()
+        except RuntimeError as error:
+            _LOG.warning("the link to the other machines did not close in order: %s", _first_line(error))
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

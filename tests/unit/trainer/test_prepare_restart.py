@@ -166,6 +166,24 @@ def test_work_goes_on_where_it_stopped(model_dir, tmp_path, monkeypatch, caplog)
     assert (report["rows"], report["kept"], report["dropped"]["duplicate"]["count"]) == (56, 40, 8)
 
 
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff", b"[]", b"{}"])
+def test_a_note_that_cannot_be_read_is_told_and_nothing_is_thrown_away(
+    model_dir, tmp_path, monkeypatch, damage
+):
+    source, output = tmp_path / "chats.jsonl", tmp_path / "out"
+    write_chats(source, 40)
+    arguments = killed_prepare.arguments(model_dir, source, output)
+    run_interrupted(monkeypatch, arguments)
+    (output / PARTIAL_DIR / "state.json").write_bytes(damage)
+    before = names_in(output)
+
+    for read in (lambda: run_prepare(arguments), lambda: staging_module.find_interrupted(output)):
+        with pytest.raises(DataError, match="note of an interrupted prepare"):
+            read()
+
+    assert names_in(output) == before
+
+
 @pytest.mark.parametrize("change", ["input", "flag"])
 def test_work_on_another_input_or_with_other_flags_is_begun_anew(model_dir, tmp_path, monkeypatch, change):
     source = tmp_path / "chats.jsonl"
