@@ -30,7 +30,15 @@ def lonely(tmp_path):
             GLOO_SOCKET_IFNAME="lo",
         )
         started.append(process)
-        await_status(process, tmp_path / "run", lambda status: "other machine" in (status["message"] or ""))
+        # the status is told just before the wait; the log line is its beginning
+        await_status(
+            process,
+            tmp_path / "run",
+            lambda status: (
+                "other machine" in (status["message"] or "")
+                and "rank 0 waits for the other 1 at 127.0.0.1" in (tmp_path / "log").read_text()
+            ),
+        )
         return process
 
     yield begin
@@ -50,7 +58,6 @@ def test_a_stop_ends_the_wait_for_the_other_machine(tmp_path, lonely, how):
         (tmp_path / "run" / "control" / "stop.json").write_text('{"v": 1, "id": "s1"}')
 
     assert process.wait(60) == 9, (tmp_path / "log").read_text()
-    assert "rank 0 waits for the other 1 at 127.0.0.1" in (tmp_path / "log").read_text()
     assert read_status(tmp_path / "run")["phase"] == "done"
 
 
