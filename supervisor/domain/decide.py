@@ -27,6 +27,7 @@ from supervisor.domain.facts import (
     AttemptFacts,
     Desired,
     DriftFacts,
+    GpuMemory,
     History,
     Observed,
     ShimAnswer,
@@ -301,8 +302,18 @@ def _gpu_gate(
     newest: AttemptFacts, observed: Observed, history: History, policy: RunSpec, now: datetime
 ) -> Decision | None:
     """Wait until the GPUs of the ended attempt are measured to be free; kill nothing."""
-    if not newest.has_gpus or newest.is_gpu_clean or observed.gpu_clean is not False:
+    if (
+        not newest.has_gpus
+        or newest.is_gpu_clean
+        or observed.gpu_memory
+        in (
+            GpuMemory.FREE,
+            GpuMemory.UNKNOWN,
+        )
+    ):
         return None
+    if observed.gpu_memory is GpuMemory.AWAITED:
+        return wait("GpuBusy", "waiting for a GPU sample from after the end")
     waited_s = (now - (newest.ended_at or now)).total_seconds()
     if waited_s <= policy.stop.gpu_wait_s:
         return wait("GpuBusy", "waiting until GPU memory is released")

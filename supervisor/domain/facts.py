@@ -27,6 +27,17 @@ class StopCause(StrEnum):
     DISK = "disk"
 
 
+class GpuMemory(StrEnum):
+    """What the node's samples say of the memory on the GPUs of an attempt that has ended."""
+
+    FREE = "free"
+    IN_USE = "in use"
+    AWAITED = "awaited"
+    """Samples come, but none was taken since the end: nothing is known yet, and soon will be."""
+    UNKNOWN = "unknown"
+    """Nobody can measure it."""
+
+
 class Trigger(StrEnum):
     """Why an attempt exists."""
 
@@ -216,7 +227,7 @@ class Observed:
     gone: Reason | None = None
     """Evidence that the processes cannot exist any more: restarted or stopped container, rebooted host."""
     preflight: PreflightResult | None = None
-    gpu_clean: bool | None = None
+    gpu_memory: GpuMemory = GpuMemory.UNKNOWN
     is_ready: bool | None = None
     is_progress_late: bool | None = None
     is_non_finite: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from supervisor.domain.facts import Observed, ShimAnswer
+from supervisor.domain.facts import GpuMemory, Observed, ShimAnswer
 from supervisor.domain.run import LIVE, AttemptState, ConditionType
 from supervisor.domain.spec import RunSpec
 from supervisor.reconciler.observe import HealthView, Look
@@ -150,7 +150,12 @@ def _gpu_clean(view: ConditionView) -> Condition:
     kind = ConditionType.GPU_CLEAN
     if view.attempt is not None and view.attempt.gpu_clean_at is not None:
         return (kind, True, "Released", "")
-    clean = view.observed.gpu_clean
-    if clean is None:
-        return (kind, None, "NotMeasured", "GPU memory cannot be read, so the gate cannot be checked")
-    return (kind, clean, "Released" if clean else "StillInUse", "")
+    match view.observed.gpu_memory:
+        case GpuMemory.FREE:
+            return (kind, True, "Released", "")
+        case GpuMemory.IN_USE:
+            return (kind, False, "StillInUse", "")
+        case GpuMemory.AWAITED:
+            return (kind, None, "NotMeasuredYet", "no GPU sample has come since the end")
+        case GpuMemory.UNKNOWN:
+            return (kind, None, "NotMeasured", "GPU memory cannot be read, so the gate cannot be checked")

@@ -29,7 +29,7 @@ from supervisor.domain.actions import (
 )
 from supervisor.domain.decide import decide
 from supervisor.domain.errors import LeaseLostError
-from supervisor.domain.facts import Observed
+from supervisor.domain.facts import GpuMemory, Observed
 from supervisor.domain.metrics import finite
 from supervisor.domain.run import LIVE, AttemptState
 from supervisor.reconciler import apply, drift, leases
@@ -218,7 +218,11 @@ class RunLoop:
             memory = self._rt.memories.get(run.id)
             if memory is not None and memory.attempt_id == attempt.id:
                 save_progress(session, attempt, memory)
-            if observed.gpu_clean and attempt.ended_at is not None and attempt.gpu_clean_at is None:
+            if (
+                observed.gpu_memory is GpuMemory.FREE
+                and attempt.ended_at is not None
+                and attempt.gpu_clean_at is None
+            ):
                 attempt.gpu_clean_at = now_of(session)
                 bump(session, attempt)
         view = ConditionView(

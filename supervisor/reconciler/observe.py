@@ -20,6 +20,7 @@ from supervisor.domain.errors import ContainerError, ShimError, TransportError
 from supervisor.domain.facts import (
     DriftFacts,
     ExitFacts,
+    GpuMemory,
     LaunchError,
     Observed,
     PreflightResult,
@@ -177,7 +178,7 @@ async def observe(scene: Scene) -> Evidence:
         launch_error=_launch_error(attempt, look),
         gone=find_gone(connection, attempt, look),
         preflight=_preflight(attempt),
-        gpu_clean=_gpu_clean(scene, attempt),
+        gpu_memory=_gpu_memory(scene, attempt),
         is_ready=judged.ready.ok,
         is_progress_late=None if judged.progress.ok is None else not judged.progress.ok,
         is_non_finite=judged.quality.reason == "NonFinite",
@@ -277,33 +278,35 @@ def _preflight(attempt: Attempt) -> PreflightResult | None:
     return PreflightResult(is_ok=not failed, message=message)
 
 
-def _gpu_clean(scene: Scene, attempt: Attempt) -> bool | None:
-    """Whether the ended attempt's GPUs are measured to be free; None where nobody can measure."""
+def _gpu_memory(scene: Scene, attempt: Attempt) -> GpuMemory:
+    """What is known of the memory on the ended attempt's GPUs."""
     if not attempt.gpus or attempt.ended_at is None or scene.connection is None:
-        return None
+        return GpuMemory.UNKNOWN
     view, now_s = scene.sampler.gpus(scene.connection.address.id), scene.clock.monotonic()
     if scene.memory.ended_seen_s is None:
         scene.memory.ended_seen_s = now_s
-    return gpus_released(
+    return judge_gpu_memory(
         attempt, view, scene.spec.stop.gpu_free_bytes, since_s=scene.memory.ended_seen_s, now_s=now_s
     )
 
 
-def gpus_released(
+def judge_gpu_memory(
     attempt: Attempt, view: GpuView | None, free_bytes: int, *, since_s: float, now_s: float
-) -> bool | None:
-    """Compare the newest sample with the limit; None where NVML does not answer.
+) -> GpuMemory:
+    """Compare the newest sample with the limit.
 
-    While it answers, a sample from before the end proves nothing: not released yet, wait for the next one.
+    A sample from before the end proves nothing, neither that the memory is free nor that it is in use.
     """
     if view is None or view.is_stale(now_s) or view.sample.get("reason"):
-        return None
+        return GpuMemory.UNKNOWN
     if view.received_s <= since_s:
-        return False
+        return GpuMemory.AWAITED
     used = {gpu.get("uuid"): gpu.get("mem_used_bytes") for gpu in view.sample.get("gpus") or ()}
     mine = [used.get(gpu["uuid"]) for gpu in attempt.gpus]
     known = [value for value in mine if value is not None]
-    return all(value <= free_bytes for value in known) if len(known) == len(mine) else None
+    if any(value > free_bytes for value in known):
+        return GpuMemory.IN_USE
+    return GpuMemory.FREE if len(known) == len(mine) else GpuMemory.UNKNOWN
 
 
 def judge_health(

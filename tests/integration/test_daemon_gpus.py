@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from sqlmodel import Session
 
 from supervisor.store.queries import newest_gpu_sample
 from tests.support.daemon import RunningDaemon, end_leftovers, make_lock, make_spec, running_daemon
@@ -31,6 +32,12 @@ async def daemon(tmp_path: Path) -> AsyncIterator[RunningDaemon]:
 def use_memory(daemon: RunningDaemon, environment: str, used: int) -> None:
     """Make the played GPUs report this many bytes in use."""
     (daemon.root / "envs" / environment / "fake_nvml.json").write_text(f'{{"used": {used}}}')
+
+
+def used_bytes(session: Session, node_id: str) -> int | None:
+    """What the newest stored sample says of the first GPU."""
+    sample = newest_gpu_sample(session, node_id)
+    return sample.gpus[0]["mem_used_bytes"] if sample is not None and sample.gpus else None
 
 
 async def test_the_gpus_of_a_run_are_leased_by_uuid(daemon: RunningDaemon) -> None:
@@ -80,16 +87,14 @@ async def test_memory_that_is_not_released_holds_the_run_until_it_is(daemon: Run
     await daemon.start()
     attempt = await daemon.attempt(1, "ready")
     use_memory(daemon, attempt.environment_digest, 1 << 30)
+    await daemon.until(lambda s: used_bytes(s, attempt.node_id) == 1 << 30, "the memory to be in use")
     await daemon.stop()
 
     held = await daemon.start()
     attempts = await daemon.attempts()
     use_memory(daemon, attempt.environment_digest, 1 << 20)
     await daemon.attempt(1, "stopped")
-    await daemon.until(
-        lambda s: newest_gpu_sample(s, attempt.node_id).gpus[0]["mem_used_bytes"] < 1 << 29,
-        "the memory to be released",
-    )
+    await daemon.until(lambda s: used_bytes(s, attempt.node_id) == 1 << 20, "the memory to be released")
     again = await daemon.start()
     await daemon.stop()
 

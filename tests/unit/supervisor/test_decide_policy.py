@@ -11,6 +11,7 @@ import pytest
 from supervisor.domain import actions as act
 from supervisor.domain.decide import derive_phase
 from supervisor.domain.facts import (
+    GpuMemory,
     HoldFacts,
     RestartRequest,
     StopCause,
@@ -176,10 +177,13 @@ def test_gpus_that_stay_busy_hold_the_run_and_unknown_ones_do_not() -> None:
     failed = ended(has_gpus=True)
     ledger = Ledger(evaluated="a1", verdict="restart")
     history = make_history(failed, ledger=ledger, next_start_at=T0)
-    busy = make_observed(gpu_clean=False)
+    busy = make_observed(gpu_memory=GpuMemory.IN_USE)
+    unseen = make_observed(gpu_memory=GpuMemory.AWAITED)
     assert only(ask(make_desired(), busy, history, after_s=10)) == act.Nothing(reason="GpuBusy")
     held = only(ask(make_desired(), busy, history, after_s=60))
     assert (type(held), held.reason) == (act.Hold, Reason.GPU_NOT_RELEASED)
+    # no sample since the end says neither that the memory is free nor that it is in use
+    assert only(ask(make_desired(), unseen, history, after_s=60)) == act.Nothing(reason="GpuBusy")
     assert isinstance(only(ask(make_desired(), make_observed(), history, after_s=60)), act.PlanAttempt)
 
 

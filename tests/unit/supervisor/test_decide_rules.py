@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from supervisor.domain import actions as act
 from supervisor.domain.facts import (
     ExitFacts,
+    GpuMemory,
     LaunchError,
     PreflightResult,
     ShimAnswer,
@@ -47,7 +48,7 @@ OBSERVED = st.builds(
     launch_error=st.sampled_from([None, LaunchError(reason="ExecFailed", message="no")]),
     gone=st.sampled_from([None, Reason.CONTAINER_RESTARTED]),
     preflight=st.sampled_from([None, PreflightResult(is_ok=True), PreflightResult(is_ok=False)]),
-    gpu_clean=TRI,
+    gpu_memory=st.sampled_from(GpuMemory),
     is_ready=TRI,
     is_progress_late=TRI,
     is_non_finite=st.booleans(),

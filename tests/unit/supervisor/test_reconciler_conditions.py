@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from supervisor.domain.facts import Observed, ShimAnswer
+from supervisor.domain.facts import GpuMemory, Observed, ShimAnswer
 from supervisor.domain.health import Verdict
 from supervisor.domain.run import ConditionType
 from supervisor.domain.spec import parse_run_dict
@@ -126,20 +126,22 @@ def test_judgements_of_health_are_shown_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("clean", "at", "expected"),
+    ("memory", "at", "expected"),
     [
-        (None, None, (None, "NotMeasured")),
-        (False, None, (False, "StillInUse")),
-        (False, NOW, (True, "Released")),
+        (GpuMemory.UNKNOWN, None, (None, "NotMeasured")),
+        (GpuMemory.AWAITED, None, (None, "NotMeasuredYet")),
+        (GpuMemory.IN_USE, None, (False, "StillInUse")),
+        (GpuMemory.FREE, None, (True, "Released")),
+        (GpuMemory.IN_USE, NOW, (True, "Released")),
     ],
-    ids=["unmeasured", "in use", "released before"],
+    ids=["unmeasured", "no sample yet", "in use", "released", "released before"],
 )
 def test_the_gpu_gate_says_what_was_measured(
-    clean: bool | None, at: datetime | None, expected: tuple[bool | None, str]
+    memory: GpuMemory, at: datetime | None, expected: tuple[bool | None, str]
 ) -> None:
     attempt = make_attempt("stopped", gpus=[{"index": 0, "uuid": "GPU-0"}], ended_at=NOW, gpu_clean_at=at)
 
-    found = conditions(attempt=attempt, observed=Observed(at=NOW, gpu_clean=clean))
+    found = conditions(attempt=attempt, observed=Observed(at=NOW, gpu_memory=memory))
 
     assert found[ConditionType.GPU_CLEAN] == expected
     assert found[ConditionType.ALIVE] == (False, "Ended")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from supervisor.domain.facts import ShimAnswer
+from supervisor.domain.facts import GpuMemory, ShimAnswer
 from supervisor.domain.policy import HealthPolicy
 from supervisor.domain.run import Reason
 from supervisor.reconciler.logscan import LogScan
-from supervisor.reconciler.observe import Look, checkpoint_time, exit_facts, find_gone, gpus_released
+from supervisor.reconciler.observe import Look, checkpoint_time, exit_facts, find_gone, judge_gpu_memory
 from supervisor.reconciler.reachability import Reachability
 from supervisor.reconciler.sampler import GpuView
 from supervisor.store.tables import Attempt
@@ -81,21 +81,31 @@ def view(
 @pytest.mark.parametrize(
     ("sample", "expected"),
     [
-        (view(100), True),
-        (view(2000), False),
-        (view(None), None),
-        (view(100, reason="Timeout"), None),
-        (view(100, age_s=60.0), None),
-        (view(100, age_s=11.0), False),
-        (None, None),
+        (view(100), GpuMemory.FREE),
+        (view(2000), GpuMemory.IN_USE),
+        (view(None), GpuMemory.UNKNOWN),
+        (view(100, reason="Timeout"), GpuMemory.UNKNOWN),
+        (view(100, age_s=60.0), GpuMemory.UNKNOWN),
+        (view(100, age_s=11.0), GpuMemory.AWAITED),
+        (view(2000, age_s=11.0), GpuMemory.AWAITED),
+        (None, GpuMemory.UNKNOWN),
     ],
-    ids=["free", "in use", "no value", "no nvml", "stale", "from before the end", "never sampled"],
+    ids=[
+        "free",
+        "in use",
+        "no value",
+        "no nvml",
+        "stale",
+        "free before the end",
+        "in use before the end",
+        "never sampled",
+    ],
 )
 def test_gpu_memory_is_released_only_when_measured_after_the_end(
-    sample: GpuView | None, expected: bool | None
+    sample: GpuView | None, expected: GpuMemory
 ) -> None:
     attempt = make_attempt(gpus=[{"index": 0, "uuid": "GPU-0"}], ended_at=NOW, state="stopped")
-    assert gpus_released(attempt, sample, 1000, since_s=90.0, now_s=100.0) is expected
+    assert judge_gpu_memory(attempt, sample, 1000, since_s=90.0, now_s=100.0) is expected
 
 
 @pytest.mark.parametrize(
