@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from trainer.config import DTYPE_CHOICES
+
 DEFAULT_MAX_NEW_TOKENS = 128
 """Length limit of `eval`, per prompt."""
 DTYPE_NAMES = ("bfloat16", "float32")
@@ -119,6 +121,13 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-prompts", type=int, metavar="N", help="use N prompts, in turn from every domain (default: all)"
     )
     add("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
+    add(
+        "--dtype",
+        choices=DTYPE_CHOICES,
+        default="auto",
+        help="of weights: auto = bf16 on a GPU, fp32 on the CPU, where texts are compared exactly; "
+        "fast = bf16 wherever it is faster (default auto)",
+    )
     add("--batch-size", type=int, metavar="N", help="prompts at once (default: 8 on the CPU, 32 on a GPU)")
     add("--temperature", type=float, default=0.0, metavar="T", help="sample at T (default 0: greedy)")
     add(

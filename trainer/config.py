@@ -72,6 +72,10 @@ class PathsConfig(Section):
     output_dir: str = setting("", "folder for LINEAGE/{state,export}/step-*; created when missing")
 
 
+DTYPE_CHOICES = ("auto", "fast", "fp32", "bf16")
+"""Names of dtypes; `pipeline.devices.pick_dtype` resolves them."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DevicesConfig(Section):
     """Which devices run the workers: CUDA indices, or `cpu` (once per worker), separated by commas."""
@@ -83,12 +87,14 @@ class DevicesConfig(Section):
         "cpu", "devices of the drafter workers, one replica each: CUDA indices such as 5, or cpu"
     )
     target_dtype: str = setting(
-        "auto", "dtype of the target: auto = bf16 on CUDA, fp32 on CPU", choices=("auto", "fp32", "bf16")
+        "auto",
+        "dtype of the target: auto = bf16 on CUDA, fp32 on CPU; fast = bf16 wherever it is faster",
+        choices=DTYPE_CHOICES,
     )
     drafter_dtype: str = setting(
         "auto",
-        "dtype of the drafter's forward: auto = bf16 on CUDA, fp32 on CPU",
-        choices=("auto", "fp32", "bf16"),
+        "dtype of the drafter's forward: auto = bf16 on CUDA, fp32 on CPU; fast = bf16 wherever it is faster",
+        choices=DTYPE_CHOICES,
     )
     cpu_threads: int = setting(0, "torch threads of each CPU worker; 0 = cores divided by CPU workers", ge=0)
 

@@ -84,11 +84,12 @@ def test_soft_labels_need_all_layers_of_the_target_and_never_its_head(tiny, tmp_
 
     def hidden_states(self, *arguments, **options):
         last = self._body.layers[-1].register_forward_hook(lambda *_: ran.append("last layer"))
-        monkeypatch.setattr(self, "_head_product", lambda *_: heads.append("head"))
+        head = self._model.get_output_embeddings().register_forward_hook(lambda *_: heads.append("head"))
         try:
             return real(self, *arguments, **options)
         finally:
             last.remove()
+            head.remove()
 
     monkeypatch.setattr(Target, "hidden_states", hidden_states)
 

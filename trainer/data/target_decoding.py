@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.data.cpu_products import pack_linears
 from trainer.data.decoding import Completion, DecodingStats, Request, SlotDecoder
 from trainer.data.plain_decoding import complete_batch
 from trainer.data.pretrained import cache_argument, load_causal_lm
@@ -89,6 +90,8 @@ class Target:
     def _load(self) -> None:
         directory, device, dtype = self._place
         self._model = load_causal_lm(directory, device=device, dtype=dtype)
+        if device.type == "cpu":
+            pack_linears(self._model)
         self._obstacle = find_obstacle(self._model)
         if self._obstacle is None:
             self._obstacle, self._token_nbytes = measure_slots(self._model)

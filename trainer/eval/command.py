@@ -22,6 +22,7 @@ import torch
 from trainer.arguments import DEFAULT_MAX_NEW_TOKENS
 from trainer.checkpoint.export import CONFIG_NAME, read_config, read_target_meta
 from trainer.checkpoint.export_faults import key_faults
+from trainer.data.cpu_products import pack_linears
 from trainer.data.prompts import Prompt, read_prompts
 from trainer.drafter.exported import load_drafter
 from trainer.drafter.model import Drafter
@@ -33,6 +34,7 @@ from trainer.eval.report import build_report, render_table
 from trainer.eval.verify import Sampling
 from trainer.lifecycle.results import ResultFile, check_results, is_record, write_result
 from trainer.lifecycle.runfolder import describe_code
+from trainer.pipeline.devices import pick_dtype
 from trainer.target.capture import Target
 from trainer.target.identity import is_other_target
 from trainer.target.loader import load_target
@@ -64,6 +66,8 @@ class EvalRequest:
     """positions per block; empty takes the drafter's own"""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:N`"""
+    dtype: str = "auto"
+    """a name of `pipeline.devices.pick_dtype`"""
     max_prompts: int | None = None
     """prompts used, in turn from every domain; None for all"""
     batch_size: int | None = None
@@ -92,6 +96,7 @@ def run_eval(args: argparse.Namespace) -> int:
             max_new_tokens=args.max_new_tokens,
             block_sizes=parse_block_sizes(args.block_size),
             device=args.device,
+            dtype=args.dtype,
             max_prompts=args.max_prompts,
             batch_size=args.batch_size,
             sampling=sampling_of(args),
@@ -128,11 +133,14 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
         require_matplotlib()
     check_results(_result_files(request))
     # Speculative output equals plain output exactly only in fp32; on GPUs serving runs in bf16, and so do we.
-    dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    dtype = pick_dtype(request.dtype, place.type)
     prompt_file = read_prompts(request.prompts)
     drafter = load_drafter(request.drafter, device=place, dtype=dtype)
     target = load_target(request.target_model, device=place, dtype=dtype)
     _check_pair(target, drafter)
+    if place.type == "cpu":
+        target.pack()
+        pack_linears(drafter)
     trained_size = drafter.config.block_size
     plan = _plan(request, place, trained_size)
     warnings = [*_size_warnings(plan.block_sizes, trained_size), *_config_warnings(request)]

@@ -41,6 +41,9 @@ class TargetLike(Protocol):
     def head_weight_VD(self) -> Tensor:  # noqa: N802 (dimension suffix)
         """Output head."""
 
+    def head_product(self, hidden: Tensor) -> Tensor:
+        """Multiply rows with the output head."""
+
     def new_cache(self) -> TargetCache:
         """Start a sequence."""
 
@@ -147,6 +150,7 @@ def frozen_ends(target: TargetLike, config: DrafterConfig) -> FrozenEnds:
         head_weight_VD=target.head_weight_VD,
         embed_scale=config.embed_scale,
         logit_softcap=config.logit_softcap,
+        head_product=target.head_product,
     )
 
 

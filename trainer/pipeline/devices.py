@@ -36,10 +36,23 @@ def check_devices(config: TrainConfig) -> None:
 
 
 def pick_dtype(choice: str, device: str) -> torch.dtype:
-    """Return the dtype for a device; `auto` is bf16 on CUDA and fp32 on the CPU."""
-    if choice == "auto":
-        return torch.float32 if device == "cpu" else torch.bfloat16
+    """Return the dtype for a device.
+
+    `auto` is bf16 on CUDA and fp32 on the CPU, where results are compared exactly; `fast` is bf16 on
+    processors that multiply it faster, too.
+    """
+    if choice in ("auto", "fast"):
+        is_bf16 = device != "cpu" or (choice == "fast" and has_fast_bf16())
+        return torch.bfloat16 if is_bf16 else torch.float32
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[choice]
+
+
+def has_fast_bf16() -> bool:
+    """Tell whether this processor multiplies bf16 faster than fp32."""
+    find = getattr(torch.cpu, "get_capabilities", None)  # not in torch 2.11
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    has = find() if find is not None and has_onednn else {}
+    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
 
 
 def pick_attention(choice: str, device: str, *, may_compile: bool) -> str:

@@ -181,10 +181,30 @@ def test_deferred_scalars_keep_names_and_precision():
         ("auto", "cuda:1", torch.bfloat16),
         ("bf16", "cpu", torch.bfloat16),
         ("fp32", "cuda:1", torch.float32),
+        ("fast", "cuda:1", torch.bfloat16),
     ],
 )
 def test_dtype_follows_choice_then_device(choice, device, expected):
     assert devices.pick_dtype(choice, device) == expected
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        ({"avx512_bf16": True}, torch.bfloat16),
+        ({"avx512_bf16": False, "amx_bf16": True}, torch.bfloat16),
+        ({"avx512_f": True, "avx2": True}, torch.float32),
+        (None, torch.float32),
+    ],
+    ids=["avx512", "amx", "neither", "an older torch"],
+)
+def test_fast_is_bf16_only_on_processors_that_multiply_it_faster(monkeypatch, capabilities, expected):
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    if capabilities is not None:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+
+    assert devices.pick_dtype("fast", "cpu") == expected
+    assert devices.pick_dtype("auto", "cpu") == torch.float32
 
 
 @pytest.mark.parametrize(
