@@ -29,7 +29,7 @@ FLAGS = [
     "--disable-sync",
     "--no-first-run",
 ]
-expect.set_options(timeout=30_000)
+expect.set_options(timeout=60_000)
 
 LIVE = {"starting", "running", "stopping", "backoff", "pending"}
 GPU = {"uuid": "GPU-1", "name": "H200", "util": 97, "used": 80 << 30, "total": 140 << 30}
@@ -79,7 +79,7 @@ class Site:
         for run in self.client.list_all("/v1/runs"):
             if run["phase"] in LIVE:
                 operation = self.client.post(f"/v1/runs/{run['name']}/stop", {"save": False})
-                self.client.wait_operation(operation["id"], timeout_s=60)
+                self.client.wait_operation(operation["id"], timeout_s=120)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             found.stop_all()
     finally:
         daemon.terminate()
-        daemon.wait(timeout=30)
+        daemon.wait(timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def page(
     """A logged-in page; errors in its console fail the test, a screenshot is kept on failure."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, storage_state=cookies)
     opened = context.new_page()
-    opened.set_default_timeout(20_000)
+    opened.set_default_timeout(60_000)
     problems: list[str] = []
     opened.on("pageerror", lambda error: problems.append(str(error)))
     opened.goto(site.url)

@@ -59,7 +59,7 @@ def test_no_request_breaks_the_interface(served, label):
         case.call_and_validate(
             base_url=served.url,
             headers=headers,
-            timeout=30,
+            timeout=120,
             checks=[not_a_server_error, content_type_conformance, response_schema_conformance],
         )
 

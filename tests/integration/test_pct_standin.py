@@ -15,7 +15,7 @@ from tests.support.pct_host import PctHost, bytes_of
 
 pytestmark = pytest.mark.sshd
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 def said(done: subprocess.CompletedProcess[bytes]) -> tuple[int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -461,19 +462,24 @@ def test_hanging_nvml_never_blocks_requests_and_its_child_ends_with_the_agent(
 ) -> None:
     agent = bench.agent(nvml_env(tmp_path, {"hang": True, "gpus": []}))
     agent.result("watch", attempt_ids=[], gpu={"python": sys.executable, "interval_s": 0.2})
-    children = Path(f"/proc/{agent.process.pid}/task/{agent.process.pid}/children")
-    tasks = children.parent.parent
-    child = int(
-        wait_for(
-            lambda: "".join((task / "children").read_text() for task in tasks.iterdir()).split(), "the child"
-        )[0]
-    )
+    child = wait_for(lambda: nvml_child(agent.process.pid), "the NVML child")
 
     assert agent.ask("ping")["ok"] is True
     os.kill(agent.process.pid, signal.SIGKILL)
     agent.process.wait(WAIT_S)
 
     wait_for(lambda: not Path(f"/proc/{child}").exists(), "NVML child gone")
+
+
+def nvml_child(agent: int) -> int | None:
+    """Pid of the agent's child that runs another program than the agent; its launcher does not."""
+    own = Path(f"/proc/{agent}/cmdline").read_bytes()
+    for children in Path(f"/proc/{agent}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            for child in children.read_text().split():
+                if Path(f"/proc/{child}/cmdline").read_bytes() not in (own, b""):
+                    return int(child)
+    return None
 
 
 def test_listing_change_of_the_environment_is_an_event(bench: ShimBench, tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from supervisor.transport.base import Channel
 from supervisor.transport.local import LocalTransport
 from tests.support.shim_bench import ShimBench
 
+LIMIT_S = 60.0
+
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[ShimBench]:
@@ -38,16 +40,16 @@ async def connect(bench: ShimBench, transport: LocalTransport) -> AgentClient:
     argv = build_shim_argv(bench.python, str(bench.pyz), "serve", str(bench.root))
 
     async def open_channel() -> Channel:
-        return await transport.open_channel(argv, deadline_s=20)
+        return await transport.open_channel(argv, deadline_s=LIMIT_S)
 
-    client = AgentClient(open_channel, SystemClock())
-    await client.open()
+    client = AgentClient(open_channel, SystemClock(), ping_deadline_s=LIMIT_S)
+    await client.open(deadline_s=LIMIT_S)
     return client
 
 
 async def start(bench: ShimBench, transport: LocalTransport, body: dict[str, Any]) -> dict[str, Any]:
     argv = build_shim_argv(bench.python, str(bench.pyz), "start", str(bench.root))
-    result = await transport.run(argv, stdin=json.dumps(body).encode(), deadline_s=30)
+    result = await transport.run(argv, stdin=json.dumps(body).encode(), deadline_s=LIMIT_S)
     return parse_start_reply(result.stdout)
 
 
@@ -58,21 +60,20 @@ async def test_start_watch_and_stop_through_the_transport(
     client = await connect(bench, transport)
     events: asyncio.Queue[Any] = asyncio.Queue()
     client.subscribe(events.put_nowait)
-    await client.request("watch", attempt_ids=["a1"], gpu=None, log=True)
+    await client.request("watch", deadline_s=LIMIT_S, attempt_ids=["a1"], gpu=None, log=True)
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         while (await events.get())["ev"] != "metrics":
             pass
-        state = (
-            await client.request("stop", attempt_id="a1", stop_id="s1", reason="r", actor="me", save=True)
-        )["state"]
+        request = {"attempt_id": "a1", "stop_id": "s1", "reason": "r", "actor": "me", "save": True}
+        state = (await client.request("stop", deadline_s=LIMIT_S, **request))["state"]
         while (event := await events.get())["ev"] != "exit":
             pass
 
     assert started["existing"] is False
     assert state["stop"]["id"] == "s1"
     assert event["exit"]["code"] == 9
-    assert (await client.request("ack", attempt_id="a1"))["acked"] is True
+    assert (await client.request("ack", deadline_s=LIMIT_S, attempt_id="a1"))["acked"] is True
     await client.aclose()
 
 
@@ -83,7 +84,7 @@ async def test_refusals_of_the_shim_arrive_as_shim_errors(
         await start(bench, transport, bench.body("a1", argv=["/no/such/program"]))
     client = await connect(bench, transport)
     with pytest.raises(ShimError) as unknown:
-        await client.request("status", attempt_id="nobody")
+        await client.request("status", deadline_s=LIMIT_S, attempt_id="nobody")
     await client.aclose()
 
     assert refusal.value.reason == "ExecFailed"
@@ -100,10 +101,10 @@ async def test_killed_agent_ends_the_client_and_the_next_one_finds_the_attempt(
 
     os.kill(client.hello["pid"], signal.SIGKILL)
 
-    failure = await asyncio.wait_for(client.wait_closed(), 20)
+    failure = await asyncio.wait_for(client.wait_closed(), LIMIT_S)
     assert failure is not None
     assert failure.reason == "AgentGone"
     await client.aclose()
     second = await connect(bench, transport)
-    assert (await second.request("status", attempt_id="a1"))["alive"] is True
+    assert (await second.request("status", deadline_s=LIMIT_S, attempt_id="a1"))["alive"] is True
     await second.aclose()

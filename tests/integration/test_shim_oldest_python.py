@@ -7,9 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.shim_bench import ShimBench
-
-SHORT = {"grace_s": 0.3, "extend_max_s": 0.3, "term_s": 0.3, "kill_s": 5, "verify_s": 5}
+from tests.support.shim_bench import SHORT_STOP, ShimBench
 
 
 def oldest_python() -> str:
@@ -19,7 +17,7 @@ def oldest_python() -> str:
         if candidate is None:
             continue
         question = "import sys; print(sys.version_info[:2] == (3, 9))"
-        done = subprocess.run([candidate, "-c", question], capture_output=True, timeout=30, check=False)
+        done = subprocess.run([candidate, "-c", question], capture_output=True, timeout=60, check=False)
         if done.stdout.strip() == b"True":
             return candidate
     return sys.executable
@@ -28,7 +26,7 @@ def oldest_python() -> str:
 def test_everything_works_under_the_oldest_python_here(tmp_path: Path) -> None:
     bench = ShimBench(tmp_path, python=oldest_python())
     try:
-        bench.start("a1", "--children", "1", "--children-ignore-term", "--ignore-term", stop=SHORT)
+        bench.start("a1", "--children", "1", "--children-ignore-term", "--ignore-term", stop=SHORT_STOP)
         bench.wait_training("a1")
         agent = bench.agent()
         agent.result("watch", attempt_ids=["a1"], gpu={"python": bench.python, "interval_s": 1}, log=True)

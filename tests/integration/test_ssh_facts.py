@@ -20,6 +20,7 @@ from supervisor.domain.errors import OutcomeUnknownError
 from supervisor.transport.ssh.connect import connect
 from tests.support.origin import (
     BRACKETED_RESTART,
+    LOG,
     OLD_RESTART,
     install_trainer,
     log_of,
@@ -28,9 +29,9 @@ from tests.support.origin import (
 from tests.support.pct_host import PctHost
 from tests.support.sshd import SshHost
 
-pytestmark = pytest.mark.sshd
+pytestmark = [pytest.mark.sshd, pytest.mark.usefixtures("patient_link")]
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 NEVER_S = 2.0  # long enough for what would come in milliseconds, if it came
 
 
@@ -100,9 +101,12 @@ def test_a_status_awaited_before_the_output_is_read_never_comes(link: paramiko.T
 
 
 def test_keepalive_calls_a_frozen_server_active(ssh_host: SshHost, link: paramiko.Transport) -> None:
-    channel = start(link, "sleep 0.1")
+    go, gone = ssh_host.root_path("/root/go"), ssh_host.root_path("/root/gone")
+    channel = start(link, "while [ ! -e /root/go ]; do sleep 0.02; done; touch /root/gone")
     link.set_keepalive(1)
     ssh_host.link.freeze()
+    go.touch()
+    wait_for(None, gone)
     waiting = threading.Thread(target=channel.recv_exit_status, daemon=True)
     waiting.start()
     waiting.join(3 * NEVER_S)
@@ -127,7 +131,7 @@ def test_sftp_cut_midway_leaves_a_short_file_under_the_final_name(
     ssh_host.link.after(8_000_000, "cut")
     with pytest.raises((OSError, EOFError, paramiko.SSHException)):
         sftp.putfo(ZeroFile(16_000_000), "/root/whole")
-    wait_for(lambda: target.stat().st_size > 0)
+    wait_for(lambda: target.exists() and target.stat().st_size > 0)
     assert target.stat().st_size < 16_000_000
 
 
@@ -238,16 +242,18 @@ def test_the_old_restart_takes_the_running_trainer_with_it(pct_host: PctHost) ->
     install_trainer(pct_host)
     launch = "setsid /root/run.sh < /dev/null > /workspace/first.log 2>&1 & echo $!"
     pid = pct_host.pct("exec", "200", "--", "bash", "-c", launch).stdout.strip().decode()
-    wait_for(lambda: b"training" in pct_host.ct_path("/workspace/first.log").read_bytes())
+    log = pct_host.ct_path("/workspace/first.log")
+    wait_for(lambda: log.exists() and b"training" in log.read_bytes())
     assert run_restart(pct_host, OLD_RESTART).returncode == 137
-    alive = pct_host.pct("exec", "200", "--", "cat", f"/proc/{pid}/cmdline", check=False)
-    assert b"train_dflash_pipeline" not in alive.stdout
+    look = ("exec", "200", "--", "cat", f"/proc/{pid}/cmdline")
+    wait_for(lambda: b"train_dflash_pipeline" not in pct_host.pct(*look, check=False).stdout)
     assert not log_of(pct_host).exists()
 
 
 def test_brackets_in_the_check_as_well_would_have_let_it_start(pct_host: PctHost) -> None:
     install_trainer(pct_host)
-    seen = run_restart(pct_host, BRACKETED_RESTART)
+    patient = BRACKETED_RESTART.replace("sleep 0.7", f"until [ -s {LOG} ]; do sleep 0.05; done")
+    seen = run_restart(pct_host, patient)
     assert seen.returncode == 0
     assert b"python3 /root/train_dflash_pipeline.py" in seen.stdout
     assert log_of(pct_host).read_bytes() == b"training\n"

@@ -35,6 +35,8 @@ from supervisor.store.operations import new_id
 from supervisor.store.tables import Attempt, Node, Run
 from supervisor.store.writer import Store
 
+WAIT_S = 60.0
+
 
 class FileLogs:
     """Reads logs from files named after the attempt's id."""
@@ -42,11 +44,22 @@ class FileLogs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.is_unreachable = False
+        self._asked: dict[str, threading.Event] = {}
 
     def path(self, attempt_id: str) -> Path:
         return self.folder / attempt_id
 
+    def asked(self, attempt_id: str) -> threading.Event:
+        """Set once somebody was given, or refused, bytes of that log."""
+        return self._asked.setdefault(attempt_id, threading.Event())
+
     async def read(self, attempt: Any, offset: int, limit: int) -> tuple[bytes, int, int]:
+        try:
+            return self._read(attempt, offset, limit)
+        finally:
+            self.asked(attempt.id).set()
+
+    def _read(self, attempt: Any, offset: int, limit: int) -> tuple[bytes, int, int]:
         if self.is_unreachable:
             raise ConnectError("no answer from the host: 10.0.0.6", reason="ConnectTimeout")
         path = self.path(attempt.id)
@@ -181,14 +194,14 @@ def live_server(api: Api) -> Iterator[Live]:
 
     thread = threading.Thread(target=serve, name="api-server", daemon=True)
     thread.start()
-    assert ready.wait(30), "the server did not start"
+    assert ready.wait(WAIT_S), "the server did not start"
     if "error" in found:
         raise RuntimeError("the server failed to start") from found["error"]
     try:
         yield Live(found["url"], found["loop"], api)
     finally:
         found["server"].should_exit = True
-        thread.join(20)
+        thread.join(WAIT_S)
         assert not thread.is_alive(), "the server did not stop"
 
 

@@ -72,4 +72,4 @@ def settle(live, *, status="done", result=None, error=None, first=None):
         yield
     finally:
         stop.set()
-        thread.join(10)
+        thread.join(60)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from supervisor.transport.ssh import channels, lanes
 from tests.support.pct_host import PctHost
 from tests.support.sshd import SshHost, require_test_bed
 
@@ -35,6 +36,14 @@ def _loopback_only() -> Iterator[None]:
     patch.setattr(socket.socket, "connect", connect)
     yield
     patch.undo()
+
+
+@pytest.fixture
+def patient_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transport's own short limits, raised: a machine that stalls must not pass for a lost link."""
+    monkeypatch.setattr(lanes, "_LIVENESS_S", 60.0)
+    monkeypatch.setattr(lanes, "_OPEN_LIMIT_S", 60.0)
+    monkeypatch.setattr(channels, "_STATUS_GRACE_S", 60.0)
 
 
 @pytest.fixture

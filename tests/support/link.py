@@ -14,6 +14,8 @@ import struct
 import threading
 from collections.abc import Callable
 
+from tests.support.ports import hold_port
+
 _CHUNK = 64 << 10
 _BACKLOG_BYTES = 256 << 10
 
@@ -41,6 +43,7 @@ class Link:
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
+        self._held: socket.socket | None = None
         self._pairs: set[_Pair] = set()
         self._orders: list[Callable[[], None]] = []
         self._wake_in, self._wake_out = socket.socketpair()
@@ -51,9 +54,16 @@ class Link:
         self.bytes_to_server = 0
         self.connections = 0
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether nothing moves now, by `freeze` or by `after`."""
+        return self._is_frozen
+
     def start(self, target_port: int) -> None:
         """Begin to forward."""
         self._target = target_port
+        self._held = hold_port()  # so that nobody else gets the port while `refuse` is in force
+        self.port = self._held.getsockname()[1]
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
         self._listen()
         self._thread.start()
@@ -64,6 +74,8 @@ class Link:
             return
         self._do(self._stop)
         self._thread.join()
+        if self._held is not None:
+            self._held.close()
         self._selector.close()
         self._wake_in.close()
         self._wake_out.close()
@@ -102,7 +114,7 @@ class Link:
         with self._lock:
             self._orders.append(carry_out)
         self._wake_out.send(b"!")
-        assert done.wait(10), "the test link hangs"
+        assert done.wait(60), "the test link hangs"
 
     def _listen(self) -> None:
         listener = socket.socket()
@@ -110,7 +122,6 @@ class Link:
         listener.bind(("127.0.0.1", self.port))
         listener.listen(64)
         listener.setblocking(False)
-        self.port = listener.getsockname()[1]
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ, "listener")
 
@@ -165,7 +176,7 @@ class Link:
             return
         near, _ = self._listener.accept()
         try:
-            far = socket.create_connection(("127.0.0.1", self._target), timeout=5)
+            far = socket.create_connection(("127.0.0.1", self._target), timeout=60)
         except OSError:
             near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             near.close()

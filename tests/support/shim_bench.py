@@ -24,7 +24,10 @@ from supervisor.transport.bundle import build_shim
 TOY = Path(__file__).with_name("toy_trainer.py")
 FAKE_NVML = Path(__file__).with_name("fake_nvml")
 WAIT_S = 120.0
-QUICK_STOP = {"grace_s": 5, "extend_max_s": 20, "term_s": 1, "kill_s": 5, "verify_s": 5}
+PATIENT_STOP = {"grace_s": 120, "extend_max_s": 240, "term_s": 120, "kill_s": 120, "verify_s": 120}
+"""Steps end when the processes do; a limit is reached only by a test that sets its own."""
+SHORT_STOP = {"grace_s": 0.3, "extend_max_s": 0.3, "term_s": 0.3, "kill_s": 120, "verify_s": 120}
+"""For trainers that do not listen: quick up to SIGKILL, patient from there on."""
 
 
 def wait_for(check: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
@@ -132,7 +135,7 @@ class ShimBench:
             "run_name": "slammed",
             "argv": [self.python, str(TOY), *toy],
             "log_path": str(self.logs / f"{attempt_id}.log"),
-            "stop": QUICK_STOP,
+            "stop": PATIENT_STOP,
             "spec": {"name": "slammed"},
             **fields,
         }
@@ -223,7 +226,7 @@ class ShimBench:
         group = Path(state.get("cgroup") or "/nonexistent")
         if group.is_dir():
             (group / "cgroup.kill").write_text("1")
-            wait_for(lambda: _is_removed(group), f"cgroup {group} removed")
+            wait_for(lambda: is_removed(group), f"cgroup {group} removed")
 
 
 def _is_in(pid: int, folder: str) -> bool:
@@ -233,7 +236,8 @@ def _is_in(pid: int, folder: str) -> bool:
         return False
 
 
-def _is_removed(path: Path) -> bool:
+def is_removed(path: Path) -> bool:
+    """Try to remove a control group; False while the kernel still has a process in it."""
     try:
         path.rmdir()
     except FileNotFoundError:

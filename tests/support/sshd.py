@@ -21,10 +21,12 @@ import pytest
 
 from supervisor.transport.ssh import SshTarget, fingerprint, parse_host_key
 from tests.support.link import Link
+from tests.support.ports import hold_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SUPPORT = REPOSITORY / "tests" / "support"
-START_LIMIT_S = 20.0
+START_LIMIT_S = 60.0
+_HELD_PORTS: list[socket.socket] = []
 _NEEDED = ("sshd", "ssh-keygen", "unshare", "mount", "pivot_root")
 
 
@@ -74,11 +76,13 @@ class SshHost:
         self._pct_script = pct_script
         self._process: subprocess.Popen[str] | None = None
         self._port = 0
+        self._held: socket.socket | None = None
         self.link: Link = Link()
 
     def __enter__(self) -> SshHost:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._port = free_port()
+        self._held = hold_port()
+        self._port = self._held.getsockname()[1]
         self.make_key("host_key")
         self.make_key("client_key")
         shutil.copy(self.folder / "client_key.pub", self.folder / "authorized_keys")
@@ -114,6 +118,8 @@ class SshHost:
             assert process.stdout is not None
             process.stdin.close()
             process.stdout.close()
+        if self._held is not None:
+            self._held.close()
 
     @property
     def port(self) -> int:
@@ -149,7 +155,7 @@ class SshHost:
             "user": "root",
             "host_key": self.host_key_line,
             "identity": str(self.identity),
-            "connect_timeout_s": 5.0,
+            "connect_timeout_s": 60.0,
         }
         return SshTarget(**(fields | changes))  # type: ignore[arg-type]
 
@@ -227,7 +233,7 @@ class SshHost:
         while time.monotonic() < end:
             with (
                 contextlib.suppress(ConnectionRefusedError),
-                socket.create_connection(("127.0.0.1", self._port), timeout=5),
+                socket.create_connection(("127.0.0.1", self._port), timeout=START_LIMIT_S),
             ):
                 return
             time.sleep(0.02)
@@ -235,7 +241,6 @@ class SshHost:
 
 
 def free_port() -> int:
-    """A loopback port that is free now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A loopback port that refuses connections; it is kept from others for as long as this process lives."""
+    _HELD_PORTS.append(hold_port())
+    return int(_HELD_PORTS[-1].getsockname()[1])

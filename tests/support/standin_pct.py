@@ -25,6 +25,7 @@ PCT_PATH_IN_CT = "/sbin:/bin:/usr/sbin:/usr/bin"
 PRIVATE = ("root", "srv", "workspace", "tmp", "run")
 VERBS = ("exec", "push", "pull", "start", "stop", "shutdown", "reboot", "status", "list", "config", "unlock")
 SIGPWR = 30
+STOP_WAIT_S = 60.0
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -377,7 +378,7 @@ def clean_shutdown(ct: Container) -> None:
     os._exit(0)
 
 
-SHUTDOWN_GRACE_S = 5.0
+SHUTDOWN_GRACE_S = 60.0
 
 
 def build_root(ct: Container) -> None:
@@ -438,7 +439,7 @@ def verb_stop(ct: Container, args: list[str]) -> int:
         if pid is None:
             raise PctError(f"CT {ct.vmid} not running")
         os.kill(pid, signal.SIGKILL)
-        wait_stopped(ct, 10)
+        wait_stopped(ct, STOP_WAIT_S)
     return 0
 
 
@@ -455,7 +456,7 @@ def verb_shutdown(ct: Container, args: list[str]) -> int:
             if options.get("forceStop", "0") == "0":
                 raise PctError("command 'lxc-stop' failed: exit code 1")
             os.kill(pid, signal.SIGKILL)
-            wait_stopped(ct, 10)
+            wait_stopped(ct, STOP_WAIT_S)
     return 0
 
 
@@ -469,7 +470,7 @@ def verb_reboot(ct: Container, args: list[str]) -> int:
         os.kill(pid, SIGPWR)
         if not wait_stopped(ct, float(options.get("timeout", 60))):
             os.kill(pid, signal.SIGKILL)
-            wait_stopped(ct, 10)
+            wait_stopped(ct, STOP_WAIT_S)
         launch_init(ct)
     return 0
 

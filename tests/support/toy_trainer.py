@@ -90,8 +90,8 @@ def stop(options, status, step):
     if request is None or request["save"]:
         status.set(phase="checkpointing")
         ends = time.monotonic() + options.save_s
-        while time.monotonic() < ends:
-            if len(TERMS) > 1:
+        while time.monotonic() < ends or (options.save_until and not Path(options.save_until).exists()):
+            if len(TERMS) >= options.abandon_at:
                 print("save abandoned", flush=True)
                 sys.exit(9)
             time.sleep(0.02)
@@ -128,6 +128,8 @@ def parse():
     parser.add_argument("--flood", type=int, default=0)
     parser.add_argument("--long-line", action="store_true")
     parser.add_argument("--save-s", type=float, default=0.0, help="how long a checkpoint takes")
+    parser.add_argument("--save-until", default="", help="a checkpoint takes until this file exists")
+    parser.add_argument("--abandon-at", type=int, default=2, help="so many SIGTERMs end it unsaved")
     parser.add_argument("--extend-s", type=float, default=0.0, help="extension asked for when stopped")
     return parser.parse_args()
 
@@ -139,6 +141,7 @@ def main():
         sys.exit(options.die)
     handler = signal.SIG_IGN if options.ignore_term else lambda *_: TERMS.append(time.time())
     signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     status = Status(options.steps)
     status.set(phase="loading")
     for _ in range(options.children):

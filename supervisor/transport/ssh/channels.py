@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _READ_BYTES = 256 << 10
 _STDERR_KEPT = 64 << 10
-_STATUS_GRACE_S = 1.0
+_STATUS_GRACE_S = 5.0  # a lost packet alone costs a second or two
 _SEND_TICK_S = 0.25
 _GROW_AFTER = 64
 _PACKET_BYTES = 32 << 10  # sshd takes no larger ones, and whatever more is offered is copied in vain

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpx2
 import pytest
@@ -51,7 +51,7 @@ def daemon(state_dir, *words):
     drain.start()
 
     def all_errors():
-        drain.join(10)
+        drain.join(WAIT_S)
         return errors
 
     process.errors = all_errors
@@ -66,9 +66,17 @@ def daemon(state_dir, *words):
         if process.poll() is None:
             process.kill()
         process.wait(WAIT_S)
-        drain.join(10)
+        drain.join(WAIT_S)
         process.stdout.close()
         process.stderr.close()
+
+
+def until_cut(lines):
+    """What still comes; a daemon that is held up for longer than its grace closes without the last chunk."""
+    seen = []
+    with suppress(httpx2.RemoteProtocolError):
+        seen.extend(lines)
+    return seen
 
 
 def test_commands_import_nothing_heavy():
@@ -100,14 +108,16 @@ def test_serve_prints_one_line_and_ends_with_open_streams(tmp_path):
         code, _, token_file = rest.strip().partition("  admin token: ")
         token = (state_dir / "admin.token").read_text().strip()
 
-        login = httpx2.post(f"{url}/v1/session", json={}, headers={"Authorization": f"Bearer {code}"})
+        login = httpx2.post(
+            f"{url}/v1/session", json={}, headers={"Authorization": f"Bearer {code}"}, timeout=WAIT_S
+        )
         with Client(url, token) as client:
             assert client.get("/readyz")["status"] == "ready"
             with client._http.stream("GET", "/v1/events", headers={"Accept": "text/event-stream"}) as stream:
                 lines = stream.iter_lines()
                 next(lines)
                 process.send_signal(signal.SIGTERM)
-                rest_of_stream = list(lines)
+                rest_of_stream = until_cut(lines)
         ended = process.wait(WAIT_S)
         more_output = process.stdout.read()
 

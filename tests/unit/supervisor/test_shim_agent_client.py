@@ -70,12 +70,12 @@ async def connect(channel: PlayedChannel, **options: Any) -> tuple[AgentClient, 
         return channel
 
     client = AgentClient(factory, clock, **options)  # type: ignore[arg-type]
-    await client.open(deadline_s=5.0)
+    await client.open(deadline_s=60.0)
     return client, clock
 
 
 async def sent(channel: PlayedChannel, count: int) -> list[dict[str, Any]]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while len(channel.sent) < count:
             await asyncio.sleep(0)
     return channel.sent
@@ -199,7 +199,7 @@ async def test_silent_link_is_noticed_by_the_clients_own_pings() -> None:
 
     clock.wake.set()
 
-    failure = await asyncio.wait_for(client.wait_closed(), 5)
+    failure = await asyncio.wait_for(client.wait_closed(), 60)
     assert failure is not None
     assert failure.reason == "ShimSilent"
     assert channel.sent[0]["op"] == "ping"

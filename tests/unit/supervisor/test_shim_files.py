@@ -214,7 +214,7 @@ def test_what_is_no_file_gives_no_lines_and_does_not_end_the_watch_of_others(
 
     watcher.set_targets(["bad", "good"], with_log=False, offsets={})
 
-    assert frames.get(timeout=30)["attempt_id"] == "good"
+    assert frames.get(timeout=60)["attempt_id"] == "good"
     watcher.set_targets([], with_log=False, offsets={})  # its lock is free: no look hangs
 
 

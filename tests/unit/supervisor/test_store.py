@@ -68,7 +68,7 @@ def test_eight_threads_lose_no_update(store: Store) -> None:
 
 def test_two_stores_on_one_file_lose_no_update_either(store: Store, tmp_path: Path) -> None:
     store.write_sync(make_run)
-    other = Store(tmp_path / "supervisor.db", clock=FakeClock(), busy_timeout_s=30)
+    other = Store(tmp_path / "supervisor.db", clock=FakeClock(), busy_timeout_s=120)
 
     def work(target: Store) -> None:
         for _ in range(40):
@@ -125,11 +125,17 @@ def test_a_reader_cannot_write(store: Store) -> None:
 
 
 def test_readiness_does_not_wait_behind_other_writes(tmp_path: Path) -> None:
-    go_on = threading.Event()
+    is_writing, go_on = threading.Event(), threading.Event()
+
+    def write(_: Session) -> None:
+        is_writing.set()
+        go_on.wait(60)
+
     with open_store(tmp_path, busy_timeout_s=0.2) as store:
-        writer = threading.Thread(target=store.write_sync, args=(lambda _: go_on.wait(30),))
+        writer = threading.Thread(target=store.write_sync, args=(write,))
         writer.start()
         try:
+            assert is_writing.wait(60)
             assert not store.is_writable()
         finally:
             go_on.set()

@@ -272,7 +272,7 @@ def test_a_superseded_operation_is_a_conflict(live, run):
 
 def test_start_can_wait_until_training_has_begun(live, run):
     with settle(live, first=lambda: seed_attempt(live.api.state, run, attempt_state="ready")):
-        result = ctl("start", "slammed", "--wait", "ready", "--timeout", "20")
+        result = ctl("start", "slammed", "--wait", "ready", "--timeout", "120")
 
     assert (result.code, result.out) == (0, "slammed: ready\n"), result.err
 
@@ -283,7 +283,7 @@ def test_start_says_why_the_training_will_not_begin(live, run):
         end_attempt(live.api.state, attempt, ended="failed", exit_code=3)
 
     with settle(live, first=fail):
-        result = ctl("start", "slammed", "--wait", "ready", "--timeout", "20")
+        result = ctl("start", "slammed", "--wait", "ready", "--timeout", "120")
 
     assert result.code == 1
     assert "before it was ready" in result.err

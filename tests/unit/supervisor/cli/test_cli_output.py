@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
 from supervisor.services import telemetry
 from tests.support.api_app import (
+    WAIT_S,
     end_attempt,
     seed_attempt,
 )
@@ -72,20 +74,17 @@ def test_grep_prints_whole_matching_lines_without_escapes(live, run):
 
 def test_following_goes_on_into_the_next_attempt_with_a_marker(live, run):
     first = seed_attempt(live.api.state, run, log=b"one\n")
+    restarted = []
 
     def restart():
-        threading.Event().wait(0.8)
         with live.api.state.logs.path(first.id).open("ab") as log:
             log.write(b"two\n")
-        second = seed_attempt(live.api.state, run, log=b"three\n")
+        restarted.append(seed_attempt(live.api.state, run, log=b"three\n"))
         end_attempt(live.api.state, first, ended="failed")
-        threading.Event().wait(0.8)
-        end_attempt(live.api.state, second)
 
-    thread = threading.Thread(target=restart, daemon=True)
-    thread.start()
-    result = ctl("logs", "slammed", "-f", "--attempt", "1")
-    thread.join(20)
+    with once_asked(live, first, restart):
+        result = ctl("logs", "slammed", "-f", "--attempt", "1")
+    end_attempt(live.api.state, *restarted)
     whole = ctl("logs", "slammed", "-f")
 
     assert (result.code, result.out) == (0, "one\ntwo\n")
@@ -94,22 +93,17 @@ def test_following_goes_on_into_the_next_attempt_with_a_marker(live, run):
 
 def test_following_from_the_first_attempt_shows_each_log_once(live, run):
     first = seed_attempt(live.api.state, run, log=b"one\n")
-    done = threading.Event()
+    logs = live.api.state.logs
 
     def restart():
-        threading.Event().wait(0.8)
         second = seed_attempt(live.api.state, run, log=b"two\n")
         end_attempt(live.api.state, first, ended="failed")
-        threading.Event().wait(1.5)
+        assert logs.asked(second.id).wait(WAIT_S)
         end_attempt(live.api.state, second)
-        done.set()
 
-    thread = threading.Thread(target=restart, daemon=True)
-    thread.start()
-    result = ctl("logs", "slammed", "-f")
-    thread.join(20)
+    with once_asked(live, first, restart):
+        result = ctl("logs", "slammed", "-f")
 
-    assert done.is_set()
     assert (result.code, result.out) == (0, "one\ntwo\n")
     assert result.err == "--- slammed attempt 2: /srv/dflash/logs/train_slammed2.log\n"
 
@@ -117,23 +111,35 @@ def test_following_from_the_first_attempt_shows_each_log_once(live, run):
 def test_following_waits_for_the_launch_and_passes_over_what_was_never_launched(live, run):
     first = seed_attempt(live.api.state, run, attempt_state="preflight")
     live.api.state.logs.path(first.id).unlink()
+    relaunched = []
 
     def launch():
-        threading.Event().wait(0.8)
         end_attempt(live.api.state, first, ended="launch_failed", exit_code=None)
-        second = seed_attempt(live.api.state, run, log=b"late\n")
-        threading.Event().wait(0.8)
-        end_attempt(live.api.state, second)
+        relaunched.append(seed_attempt(live.api.state, run, log=b"late\n"))
 
-    thread = threading.Thread(target=launch, daemon=True)
-    thread.start()
-    result = ctl("logs", "slammed", "-f", "--attempt", "1")
-    whole = ctl("logs", "slammed", "-f")
-    thread.join(20)
+    with once_asked(live, first, launch):
+        result = ctl("logs", "slammed", "-f", "--attempt", "1")
+    (second,) = relaunched
+    with once_asked(live, second, lambda: end_attempt(live.api.state, second)):
+        whole = ctl("logs", "slammed", "-f")
 
     assert (result.code, result.out) == (0, "")
     assert "attempt 1 was never launched" in result.err
     assert (whole.code, whole.out) == (0, "late\n")
+
+
+@contextmanager
+def once_asked(live, attempt, act):
+    """Act in a thread as soon as somebody reads the attempt's log: from then on it is being followed."""
+
+    def wait():
+        assert live.api.state.logs.asked(attempt.id).wait(WAIT_S), "nobody followed the log"
+        act()
+
+    with ThreadPoolExecutor(1) as pool:
+        acting = pool.submit(wait)
+        yield
+        acting.result(WAIT_S)
 
 
 def test_a_node_that_cannot_be_asked_is_exit_5(live, run):
