@@ -44,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 BATCH_SIZES = {"cpu": 8, "cuda": 32}
 """Prompts decoded at once. A GPU's small forwards cost the same whatever their number of rows; on a CPU the
 weights are read once for all (135M target, block 4, one core: 6 at once took 4.3 s, one by one 7.5 s)."""
-COMPARED_PROMPTS = 8
+COMPARED_PROMPTS = 12
 """Prompts that are also decoded plainly: the slow half of the measurement, and a ratio needs no more."""
 SPEED_ROUNDS = 2
 SPEED_TOKENS = 128

@@ -275,7 +275,7 @@ def test_eval_measures_all_prompts_and_writes_record_page_and_figure(inputs, tmp
     assert report["setting"]["code"]["versions"]["torch"]
     assert "block size 6 is larger than the trained one of 4" in report["setting"]["warnings"][0]
     for block in report["block_sizes"]:
-        assert block["speed"]["compared_prompts"] == block["speed"]["identical_outputs"] == 8
+        assert block["speed"]["compared_prompts"] == block["speed"]["identical_outputs"] == 12
         assert len(block["speed"]["speedup_per_round"]) == 2
         assert 1.0 <= block["acceptance_length"] < 2.0
         assert len(block["offsets"]) == block["block_size"] - 1
