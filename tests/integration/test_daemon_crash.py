@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from tests.support.daemon import (
     running_daemon,
 )
 
-DIES_WITHIN_S = 60.0
+DIES_WITHIN_S = 240.0
 CRASHED = 137
 
 DEPLOY_POINTS = [name for name in CRASH_POINTS if name.startswith("deploy.")]
@@ -115,6 +117,15 @@ async def ends_of(running: RunningDaemon, operation_id: str) -> int:
         return len(session.exec(query).all())
 
     return await running.daemon.store.read(read)
+
+
+def await_death(folder: Path, name: str) -> None:
+    """Wait until the run's trainer is gone, with no daemon to see it."""
+    for _ in range(6_000):
+        if not live_processes(folder / "node", name):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"the trainer of {name} did not end")
 
 
 def run_name(point: str) -> str:
@@ -222,9 +233,12 @@ def test_a_killed_daemon_leaves_its_runs_running_and_finds_them_again(folder: Pa
 
 
 def test_a_trainer_that_ended_while_no_daemon_ran_is_taken_in(folder: Path) -> None:
-    spec = make_spec("local", "short", output_dir=folder / "out-short", args=["--steps", "30"])
+    is_enough = folder / "enough"
+    spec = make_spec("local", "short", output_dir=folder / "out-short", args=["--until", str(is_enough)])
     write(folder, lambda session: runs.put_run(session, _parse(spec), actor=ACTOR))
     asyncio.run(prepare_live(folder, "short"))
+    is_enough.touch()
+    await_death(folder, "short")
 
     async def check() -> None:
         async with running_daemon(folder) as running:
@@ -237,25 +251,35 @@ def test_a_trainer_that_ended_while_no_daemon_ran_is_taken_in(folder: Path) -> N
     asyncio.run(check())
 
 
-def test_an_unknown_attempt_folder_is_reported_and_left_alone(folder: Path) -> None:
-    stranger = folder / "node" / "attempts" / "astranger"
+def leave_stranger(folder: Path, name: str) -> Path:
+    """An attempt's folder that no daemon of ours made."""
+    stranger = folder / "node" / "attempts" / name
     stranger.mkdir(parents=True)
-    (stranger / "state.json").write_text(
-        '{"v": 1, "attempt_id": "astranger", "run_id": "r0", "phase": "exited"}'
-    )
+    record = {"v": 1, "attempt_id": name, "run_id": "r0", "phase": "exited"}
+    (stranger / "state.json").write_text(json.dumps(record))
+    return stranger
+
+
+def test_an_unknown_attempt_folder_is_reported_once_and_left_alone(folder: Path) -> None:
+    names: list[str] = []
+
+    async def told(running: RunningDaemon, name: str) -> int:
+        return len(await running.events(reason="OrphanFound", attempt_id=name))
 
     async def check() -> None:
-        for _ in range(2):
+        for number in range(3):
+            names.append(f"stranger{number}")
+            leave_stranger(folder, names[-1])
             async with running_daemon(folder) as running:
+                # a look at the folders is one transaction: the new one is told, so the others were seen
                 await running.until(
-                    lambda session: session.exec(select(Event).where(Event.reason == "OrphanFound")).all(),
+                    lambda session: session.exec(select(Event).where(Event.attempt_id == names[-1])).all(),
                     "the orphan to be reported",
                 )
-        async with running_daemon(folder) as running:
-            assert len(await running.events(reason="OrphanFound")) == 1
+                assert [await told(running, name) for name in names] == [1] * len(names)
 
     asyncio.run(check())
-    assert stranger.exists()
+    assert all((folder / "node" / "attempts" / name).exists() for name in names)
 
 
 def test_every_acknowledged_request_has_reached_one_end(folder: Path) -> None:

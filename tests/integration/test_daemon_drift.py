@@ -119,9 +119,10 @@ async def test_a_package_changed_in_the_running_environment_is_shown_with_its_me
     packages = next(
         (daemon.root / "envs" / attempt.environment_digest / "lib").glob("python3*/site-packages")
     )
-    info = packages / "nvidia_ml_py-13.1.dist-info"
+    info = daemon.folder / "nvidia_ml_py-13.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nvidia-ml-py\nVersion: 13.1\n")
+    info.rename(packages / info.name)
 
     run = await daemon.until(
         lambda s: (r := find_run(s, "toy")) and (r.drift or {}).get("changes") and r, "the drift to be seen"
@@ -148,7 +149,9 @@ async def test_a_package_changed_in_an_environment_of_the_users_own_is_drift_too
     )
     after = sorted(path for path in home.rglob("*") if "__pycache__" not in path.parts)
     metadata = next(packages.glob("toylib-*.dist-info")) / "METADATA"
-    metadata.write_text(metadata.read_text().replace("Version: 1.0", "Version: 2.0"))
+    changed = daemon.folder / "METADATA"
+    changed.write_text(metadata.read_text().replace("Version: 1.0", "Version: 2.0"))
+    changed.rename(metadata)
     (packages / "touched").mkdir()
 
     run = await daemon.until(
@@ -176,18 +179,8 @@ async def test_missing_telemetry_is_refused_when_required_and_shown_when_wanted(
 
     await daemon.deploy(lock=make_lock(daemon.folder, nvml=True))
     await daemon.attempt(2, "ready")
-    condition = await daemon.until(
-        lambda s: next(
-            (
-                item
-                for item in find_run(s, "toy").conditions
-                if item["type"] == "TelemetryOK" and item["status"] == "true"
-            ),
-            None,
-        ),
-        "GPU telemetry to be on",
-    )
-    run = await daemon.run()
+    condition = await until_true(daemon, "TelemetryOK")
+    await until_true(daemon, "CapabilitiesOK")
     await daemon.stop()
 
     assert refused.status == "failed"
@@ -195,7 +188,16 @@ async def test_missing_telemetry_is_refused_when_required_and_shown_when_wanted(
     assert "nvidia-ml-py" in refused.error["hint"]
     assert capabilities["status"] == "false"
     assert condition["reason"] == "Sampling"
-    assert next(item for item in run.conditions if item["type"] == "CapabilitiesOK")["status"] == "true"
+
+
+async def until_true(daemon: RunningDaemon, kind: str) -> dict[str, Any]:
+    """The run's condition of this kind once it is true."""
+
+    def read(session: Any) -> dict[str, Any] | None:
+        conditions = find_run(session, "toy").conditions
+        return next((item for item in conditions if (item["type"], item["status"]) == (kind, "true")), None)
+
+    return await daemon.until(read, f"{kind} to become true")
 
 
 def _live(session: Any, run: Any) -> Any:

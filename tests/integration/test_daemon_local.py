@@ -173,7 +173,7 @@ async def test_a_trainer_that_ignores_the_stop_is_killed_and_reported(deployed: 
         "local",
         output_dir=deployed.folder / "out",
         args=["--ignore-term"],
-        stop={"grace_s": 0.5, "extend_max_s": 0.5, "term_s": 0.5, "kill_s": 2.0, "verify_s": 5.0},
+        stop={"grace_s": 0.5, "extend_max_s": 0.5, "term_s": 0.5},
     )
     await deployed.put_run(spec)
     await deployed.start()
@@ -205,7 +205,7 @@ async def test_a_reported_nan_turns_the_quality_condition_false(deployed: Runnin
 
 async def test_a_program_of_ones_own_is_ready_by_pattern(deployed: RunningDaemon) -> None:
     script = deployed.folder / "run.sh"
-    script.write_text("#!/bin/sh\necho starting\nsleep 0.3\necho 'step 1 of 9'\nexec sleep 60\n")
+    script.write_text("#!/bin/sh\necho starting\nsleep 0.3\necho 'step 1 of 9'\nexec sleep 600\n")
     script.chmod(0o755)
     spec = {
         **make_spec("local", output_dir="unused"),
@@ -229,7 +229,7 @@ async def test_a_secret_reaches_the_trainer_and_lies_nowhere(deployed: RunningDa
     canary = "canary-5f0c1d7e"
     script = deployed.folder / "run.sh"
     script.write_text(
-        '#!/bin/sh\nif [ -n "$MY_TOKEN" ]; then echo it is ${#MY_TOKEN} long; fi\nexec sleep 60\n'
+        '#!/bin/sh\nif [ -n "$MY_TOKEN" ]; then echo it is ${#MY_TOKEN} long; fi\nexec sleep 600\n'
     )
     script.chmod(0o755)
     await deployed.daemon.store.write(

@@ -135,7 +135,7 @@ async def unpack(root: Path, archive: bytes, digest: str) -> dict:
     file = root / "tmp" / "bundle.tar.gz"
     file.write_bytes(archive)
     return await run_script(
-        LocalTransport(), sys.executable, "unpack", [str(file), str(root), digest], deadline_s=30.0
+        LocalTransport(), sys.executable, "unpack", [str(file), str(root), digest], deadline_s=120.0
     )
 
 
@@ -193,6 +193,6 @@ async def test_a_bundle_that_is_not_what_was_sent_is_refused_and_leaves_nothing(
 
 async def test_noise_around_an_answer_is_not_the_answer() -> None:
     with pytest.raises(CommandFailedError) as caught:
-        await run_script(LocalTransport(), "/bin/echo", "probe", ["/tmp", "/tmp"], deadline_s=10.0)
+        await run_script(LocalTransport(), "/bin/echo", "probe", ["/tmp", "/tmp"], deadline_s=120.0)
 
     assert caught.value.reason == "NodeScriptFailed"

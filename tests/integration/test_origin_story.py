@@ -157,18 +157,17 @@ def typed_by_hand_it_kills_its_own_shell(story: Story) -> None:
     install_trainer(host)
     for number in (1, 2, 3):
         host.ct_path(f"{LOG_DIR}/train_slammed{number}.log").write_text(f"of an earlier day: {number}\n")
-    launched = run_restart(host, OLD_LAUNCH)
-    story.daemon.until(
-        lambda: b"training" in host.ct_path(f"{LOG_DIR}/train_slammed4.log").read_bytes(), "the trainer's log"
-    )
+    run_restart(host, OLD_LAUNCH)
+    log = host.ct_path(f"{LOG_DIR}/train_slammed4.log")
+    story.daemon.until(lambda: log.exists() and b"training" in log.read_bytes(), "the trainer's log")
     before = hand_launched(host)
 
     seen = run_restart(host, OLD_RESTART)
 
-    assert launched.returncode == 0
     assert len(before) == 1
     assert (seen.returncode, seen.stdout, seen.stderr) == (137, b"", b"")
-    assert hand_launched(host) == [], "the old trainer is gone and no new one came"
+    # the signal was sent; its end may take a busy machine a moment
+    story.daemon.until(lambda: not hand_launched(host), "the old trainer to be gone, and no new one to come")
     assert not log_of(host).exists()
     story.keep_finished()
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.ports import reserved_port
 from tests.support.tiny import tiny_target, write_tiny_corpus
 from tests.support.trainer_runs import (
     REPOSITORY,
@@ -33,9 +33,15 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture
-def ranks(tmp_path):
+def port():
+    """Where the ranks meet; nobody else gets it meanwhile."""
+    with reserved_port() as number:
+        yield str(number)
+
+
+@pytest.fixture
+def ranks(tmp_path, port):
     """Start two ranks as `torchrun` would set them up; ends whatever is left of them."""
-    port = free_port()
     started = []
 
     def begin(settings):
@@ -55,12 +61,6 @@ def ranks(tmp_path):
     for process in started:
         process.kill()
         process.wait(30)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def environment(tmp_path, rank):
@@ -88,13 +88,13 @@ def unpack(packed):
     return torch.tensor([bin(byte).count("1") for byte in packed.tolist()])
 
 
-def test_golden_20_two_machines_train_as_one_with_two_drafters(tiny, tmp_path):
+def test_golden_20_two_machines_train_as_one_with_two_drafters(tiny, tmp_path, port):
     """Through torchrun itself, one agent per machine."""
     common = {"queue__ordered": True, "optim__epochs": 3, "optim__grad_accum": 2, "optim__lr": 0.003}
     settings = settings_for(*tiny, tmp_path / "out", **common)
     words = [word for text in settings for word in ("--set", text)]
     program = ["-m", "trainer", "train", *words]
-    port, agents = free_port(), []
+    agents = []
     for rank in range(2):
         place = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(rank)]
         meet = ["--master-addr", "127.0.0.1", "--master-port", port]

@@ -17,8 +17,9 @@ import pytest
 
 from tests.support.daemon import TOY_TRAINER, end_leftovers, live_processes, make_lock
 from tests.support.pct_host import DEFAULT_VMID, PctHost
+from tests.support.ports import reserved_port
 from tests.support.served import WAIT_S, Result, ServedDaemon
-from tests.support.sshd import REPOSITORY, free_port
+from tests.support.sshd import REPOSITORY
 
 pytestmark = pytest.mark.sshd
 
@@ -266,8 +267,9 @@ def test_a_missing_container(bed: Bed, add_node: Any) -> None:
 
 
 def test_an_unreachable_host(bed: Bed, pct_host: PctHost, add_node: Any) -> None:
-    dead = ("--transport", "ssh", "--host", "127.0.0.1", "--port", free_port())
-    assert_refused(bed.ctl("node", "add", "dead", *dead), UNREACHABLE, "ConnectRefused", "is sshd running")
+    with reserved_port() as port:
+        dead = ("--transport", "ssh", "--host", "127.0.0.1", "--port", port)
+        assert_refused(bed.ctl("node", "add", "dead", *dead), UNREACHABLE, "ConnectRefused", "is sshd running")
     assert bed.ctl("node", "show", "dead").code == NOT_FOUND
     node = add_node("offline")
     bed.daemon.done("node", "check", node)

@@ -28,6 +28,8 @@ from tests.support.wheelhouse import build_wheel, fake_pynvml, write_lock
 TOY_TRAINER = Path(__file__).parent / "toy_trainer" / "trainer"
 WAIT_S = 180.0
 ACTOR = "token/test"
+STOP = {"grace_s": 60.0, "extend_max_s": 60.0, "term_s": 30.0, "kill_s": 30.0, "verify_s": 120.0}
+"""A machine that stalls for seconds must not turn a stop in good order into a kill or a quarantine."""
 
 
 def make_settings(state_dir: Path, **changes: Any) -> Settings:
@@ -53,7 +55,7 @@ def make_spec(node: str, name: str = "toy", **changes: Any) -> dict[str, Any]:
         "command": {"args": ["--output-dir", output, *args]},
         "capabilities": {"nvml": "off", "wandb": "off", "flash_linear_attention": "off", "kernels": "off"},
         "restart": {"base_s": 0.2, "cap_s": 1.0, "interval_s": 600.0},
-        "stop": {"grace_s": 5.0, "extend_max_s": 10.0, "term_s": 2.0, "kill_s": 2.0, "verify_s": 5.0},
+        "stop": STOP,
         "log": {"min_free_bytes": 1000},
     }
     for key, value in changes.items():

@@ -89,6 +89,7 @@ def parse():
     parser.add_argument("--output-dir", required=True)
     parser.add_argument("--resume", default="latest")
     parser.add_argument("--steps", type=int, default=100000)
+    parser.add_argument("--until", default="", help="finish once this file is there")
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--checkpoint-every", type=int, default=10)
     parser.add_argument("--fail-at", type=int, default=0)
@@ -141,8 +142,9 @@ def main():
     args = parse()
     witness = bear_witness(args.witness) if args.witness else None
     if args.die_at_once:
-        print("toy trainer cannot start: no such data folder", file=sys.stderr, flush=True)
-        sys.exit(args.exit_code)
+        # words and end as close together as can be: one who outlives its first words has started
+        os.write(2, b"toy trainer cannot start: no such data folder\n")
+        os._exit(args.exit_code)
     signal.signal(
         signal.SIGTERM, lambda *_: STOP.update(signals=0 if args.ignore_term else STOP["signals"] + 1)
     )
@@ -158,7 +160,7 @@ def main():
         print("this version is broken: %s" % args.fail_with, flush=True)
         sys.exit(args.exit_code)
     status.update(phase="training", step=step)
-    while step < args.steps:
+    while step < args.steps and not (args.until and os.path.exists(args.until)):
         time.sleep(args.step_s)
         step += 1
         loss = float("nan") if args.nan_at and step >= args.nan_at else 3.0 / step
