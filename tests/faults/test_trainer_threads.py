@@ -100,7 +100,7 @@ def test_t6_queue_that_stays_full_is_no_wait_for_ever(tiny, tmp_path, monkeypatc
         return answer
 
     def broken(self, pack):
-        assert is_full.wait(30)
+        assert is_full.wait(120)
         raise ValueError("planted")
 
     monkeypatch.setattr(HiddenStatesQueue, "_has_room", has_room)

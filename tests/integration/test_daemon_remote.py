@@ -155,7 +155,8 @@ async def test_a_run_declared_lost_waits_for_its_node_and_a_living_first_copy_ke
     assert f"in use by attempt {meanwhile[0].id}" in ended.error["message"]
     assert [item.state for item in await daemon.attempts()] == ["lost", "launch_failed"]
     told = await daemon.until(
-        lambda s: s.exec(select(Event).where(Event.reason == "SurvivorFound")).all(), "the survivor to be told"
+        lambda s: s.exec(select(Event).where(Event.reason == "SurvivorFound")).all(),
+        "the survivor to be told",
     )
     assert [event.attempt_id for event in told] == [meanwhile[0].id]
     await daemon.stop()

@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.chat_server import Act, ChatServer, chat_server
+from tests.support.ports import reserved_port
 from tests.support.tiny import VOCAB, tiny_target, tiny_tokenizer
+from tests.support.trainer_runs import await_until
 from trainer.arguments import add_generate_arguments, add_prepare_arguments
 from trainer.data import openai_client
 from trainer.data.corpus import Corpus
@@ -130,10 +132,12 @@ def test_answers_out_of_order_reach_their_own_prompts(tmp_path):
 @pytest.mark.parametrize("fault", ["hang", "dribble"])
 def test_an_answer_that_does_not_end_is_given_up_at_its_deadline(fault):
     with chat_server(lambda number, body: Act(fault=fault if number == 1 else "")) as server:
-        answer = client_of(server, attempt_s=1.0).complete([{"role": "user", "content": "x"}])
+        client = client_of(server, attempt_s=1.0, max_tries=30)
+        answer = client.complete([{"role": "user", "content": "x"}])
 
     assert answer.message["content"] == "re: x"
-    assert len(server.requests) == 2
+    # two on a quick machine; a stalled one may miss the deadline again and asks once more
+    assert len(server.requests) >= 2
 
 
 def test_a_server_that_only_dribbles_is_no_answer():
@@ -142,18 +146,19 @@ def test_a_server_that_only_dribbles_is_no_answer():
 
         with pytest.raises(NoAnswerError, match=r"no whole answer within 0\.5 s"):
             client.complete([{"role": "user", "content": "x"}])
-    assert len(server.requests) == 2
+    # an attempt that ran out of time before it was sent has left no request
+    assert len(server.requests) <= 2
 
 
 def test_retry_after_is_honoured_within_bounds():
     with chat_server(lambda number, body: Act()) as server:
         client = client_of(server)
-    date = format_datetime(datetime.now(UTC) + timedelta(seconds=50), usegmt=True)
+    date = format_datetime(datetime.now(UTC) + timedelta(seconds=5000), usegmt=True)
 
     asked = [openai_client._retry_after_s({"retry-after": text}) for text in ("7", "1.5", date, "soon", "-3")]
 
     assert asked[:2] == [7.0, 1.5]
-    assert 45 < asked[2] <= 50
+    assert 4000 < asked[2] <= 5000
     assert asked[3:] == [0.0, 0.0]
     assert 7.0 <= client._wait_s(0, 7.0) < 7.1
     assert client._wait_s(0, 99_999.0) == openai_client.LONGEST_WAIT_S
@@ -285,7 +290,7 @@ def test_what_no_request_survives_ends_the_command_at_once(tmp_path, act, messag
         pytest.raises(ConfigError, match=message),
     ):
         run(server, tmp_path)
-    assert len(server.requests) <= 8
+    assert len(server.requests) <= 4, "one of each thread"
 
 
 def test_the_key_is_sent_and_appears_nowhere_else(tmp_path, monkeypatch, caplog, capsys):
@@ -315,8 +320,16 @@ def test_a_key_that_no_header_can_carry_is_refused_without_showing_it(tmp_path, 
 
 def test_a_server_that_is_gone_ends_the_command_and_it_goes_on_later(tmp_path, capsys):
     write_prompts(tmp_path)
+
+    def plan(number: int, body: dict) -> Act:
+        if number <= 3:
+            return Act()
+        # gone only when the three are written: failures in a row end the command
+        await_until(lambda: (tmp_path / "out.jsonl").read_bytes().count(b"\n") >= 3)
+        return Act(fault="reset")
+
     with (
-        chat_server(lambda number, body: Act(fault="" if number <= 3 else "reset")) as server,
+        chat_server(plan) as server,
         pytest.raises(StalledError, match=r"does not answer, 8 prompts failed in a row: connection failed"),
     ):
         run(server, tmp_path, "--max-tries", "2")
@@ -356,11 +369,12 @@ def test_single_prompts_without_an_answer_fail_the_command_in_the_end(tmp_path):
 
 def test_nobody_listening_is_told_with_its_cause(tmp_path):
     write_prompts(tmp_path, 1)
-    with chat_server(lambda number, body: Act()) as server:
-        url = server.url
 
-    with pytest.raises(StalledError, match="1 of 1 prompts got no answer, the last: connection failed"):
-        run(url, tmp_path, "--max-tries", "2")
+    with (
+        reserved_port() as port,
+        pytest.raises(StalledError, match="1 of 1 prompts got no answer, the last: connection failed"),
+    ):
+        run(f"http://127.0.0.1:{port}/v1", tmp_path, "--max-tries", "2")
 
 
 def test_killed_in_the_middle_each_prompt_is_there_once_after_going_on(tmp_path):
@@ -378,9 +392,8 @@ def test_killed_in_the_middle_each_prompt_is_there_once_after_going_on(tmp_path)
         ]
         first = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
         try:
-            deadline = time.monotonic() + 120
-            while len(server.requests) < 14 and time.monotonic() < deadline and first.poll() is None:
-                time.sleep(0.05)
+            output = tmp_path / "out.jsonl"
+            await_until(lambda: len(server.requests) >= 14 and output.read_bytes().count(b"\n") > 0, 240.0)
         finally:
             first.kill()
             first.communicate()
@@ -389,7 +402,7 @@ def test_killed_in_the_middle_each_prompt_is_there_once_after_going_on(tmp_path)
             torn.write('{"id":"p39","mess')
         before = len((tmp_path / "out.jsonl").read_text().splitlines()) - 1
 
-        second = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=120)
+        second = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=240)
 
     assert second.returncode == 0, second.stderr.decode()
     assert 0 < before < 40

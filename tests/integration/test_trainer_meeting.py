@@ -40,7 +40,7 @@ def lonely(tmp_path):
 
 
 def await_wait(process, tmp_path):
-    """Wait until it waits for the other machine: the status is told just before, the log line as it begins."""
+    """Wait until it waits for the other machine: the status is told just before, the log line then."""
     await_status(
         process,
         tmp_path / "run",

@@ -348,7 +348,7 @@ def test_stop_does_not_wait_for_the_rest_of_an_evaluation(tiny, out, tmp_path, m
     def generate(*args, **options):
         decoded.append(1)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert draining.wait(30)
+        assert draining.wait(120)
         return real(*args, **options)
 
     monkeypatch.setattr(online, "decode_prompts", generate)
@@ -408,7 +408,7 @@ def test_second_trainer_on_the_same_output_is_refused_naming_the_first(tiny, out
 
 def test_hung_worker_is_found_by_the_stall_limit(tiny, out, monkeypatch):
     release = threading.Event()
-    monkeypatch.setattr("trainer.target.worker.collate", lambda *_a, **_k: release.wait(60))
+    monkeypatch.setattr("trainer.target.worker.collate", lambda *_a, **_k: release.wait(600))
     monkeypatch.setattr(train_module, "JOIN_AFTER_FAILURE_S", 0.1)
 
     with pytest.raises(StalledError, match=r"nothing moved for .* queue\.stall_s") as caught:

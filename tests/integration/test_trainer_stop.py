@@ -22,9 +22,9 @@ def start(tiny, tmp_path):
     """Start a long run; ends whatever is left of it."""
     started = []
 
-    def begin(**changes):
-        settings = settings_for(*tiny, tmp_path / "out", **(LONG | changes))
-        process = launch(settings, tmp_path / "log", DFLASH_RUN_DIR=str(tmp_path / "run"))
+    def begin(**environ):
+        settings = settings_for(*tiny, tmp_path / "out", **LONG)
+        process = launch(settings, tmp_path / "log", DFLASH_RUN_DIR=str(tmp_path / "run"), **environ)
         started.append(process)
         return process
 
@@ -48,7 +48,7 @@ def test_sigterm_ends_with_exit_9_and_whole_checkpoints(start, tmp_path):
 
     process.send_signal(signal.SIGTERM)
 
-    assert process.wait(60) == 9, (tmp_path / "log").read_text()
+    assert process.wait(180) == 9, (tmp_path / "log").read_text()
     status = read_status(tmp_path / "run")
     assert (status["phase"], status["message"]) == ("done", "stopped on request")
     assert status["stop"]["why"] == "finishing the step, then saving"
@@ -59,10 +59,12 @@ def test_sigterm_ends_with_exit_9_and_whole_checkpoints(start, tmp_path):
 
 
 def test_sigterm_while_libraries_load_is_a_stop_too(start, tmp_path):
-    process = start()
+    (tmp_path / "slow" / "torch").mkdir(parents=True)
+    (tmp_path / "slow" / "torch" / "__init__.py").write_text("import time\n\ntime.sleep(600)\n")
+    process = start(PYTHONPATH=str(tmp_path / "slow"))
     await_status(process, tmp_path / "run", in_phase("init"))
 
     process.send_signal(signal.SIGTERM)
 
-    assert process.wait(60) == 9, (tmp_path / "log").read_text()
+    assert process.wait(180) == 9, (tmp_path / "log").read_text()
     assert not (tmp_path / "out" / "lineage-0000" / "state").exists()

@@ -30,6 +30,7 @@ GPU = {
     "temp": 50,
     "clock": 1900,
 }
+OFFLINE = {"wandb__mode": "offline", "wandb__init_timeout_s": 240.0, "wandb__finish_timeout_s": 240.0}
 NOT_ON_A_CPU = {
     "profile/*/d2h_ms",
     "profile/*/h2d_ms",
@@ -56,7 +57,7 @@ def history(file: Path) -> list[dict]:
         [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     records = [json.loads(line) for line in inspected.stdout.splitlines() if line.startswith("{")]
@@ -87,7 +88,7 @@ def offline(tmp_path_factory):
     }
     attempts = []
     for place, changes in enumerate(({"optim__max_steps": 8}, {})):
-        settings = settings_for(target, data, folder / "out", wandb__mode="offline", **changes)
+        settings = settings_for(target, data, folder / "out", **OFFLINE, **changes)
         attempts.append(folder / f"attempt-{place}")
         log = folder / f"log-{place}"
         finish(launch(settings, log, DFLASH_RUN_DIR=str(attempts[-1]), **environ), log)
@@ -147,8 +148,8 @@ def test_an_offline_run_takes_the_fields_of_gpus(tmp_path, monkeypatch, offline)
         project="p",
         run_id="abc",
         config={},
-        init_timeout_s=15.0,
-        finish_timeout_s=60.0,
+        init_timeout_s=240.0,
+        finish_timeout_s=240.0,
         on_trouble=pytest.fail,
     )
     sink.write(line)
@@ -196,7 +197,7 @@ class Dying(http.server.BaseHTTPRequestHandler):
     def answer(self):
         query = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode(errors="replace")
         if self.server.is_gone.is_set():
-            self.server.is_over.wait(300)
+            self.server.is_over.wait(600)
             return
         data = {}
         if "mutation UpsertBucket" in query:
@@ -257,7 +258,7 @@ def test_m2_a_service_in_trouble_means_offline_files_with_every_line(tmp_path, k
         tmp_path / "out",
         wandb__mode="online",
         wandb__init_timeout_s=3.0,
-        wandb__finish_timeout_s=30.0,
+        wandb__finish_timeout_s=240.0,
         wandb__project="p",
     )
     run_dir, log = tmp_path / "run", tmp_path / "log"
@@ -292,7 +293,7 @@ for step in range(5):
     sink.write({"step": step, "train": {"loss": 1.0}})
 started = time.monotonic()
 sink.close()
-print("closed within the limit:", time.monotonic() - started < 60)
+print("closed within the limit:", time.monotonic() - started < 240)
 sys.stdout.flush()
 os._exit(0)  # as the trainer ends when threads are left
 """

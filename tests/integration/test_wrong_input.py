@@ -269,7 +269,9 @@ def test_a_missing_container(bed: Bed, add_node: Any) -> None:
 def test_an_unreachable_host(bed: Bed, pct_host: PctHost, add_node: Any) -> None:
     with reserved_port() as port:
         dead = ("--transport", "ssh", "--host", "127.0.0.1", "--port", port)
-        assert_refused(bed.ctl("node", "add", "dead", *dead), UNREACHABLE, "ConnectRefused", "is sshd running")
+        assert_refused(
+            bed.ctl("node", "add", "dead", *dead), UNREACHABLE, "ConnectRefused", "is sshd running"
+        )
     assert bed.ctl("node", "show", "dead").code == NOT_FOUND
     node = add_node("offline")
     bed.daemon.done("node", "check", node)

@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+LONGEST_S = 600.0
+"""What waits for a test waits longer than any test lasts: a client without limits of its own would hang."""
+
 
 @dataclass(frozen=True)
 class Act:
@@ -75,12 +78,12 @@ class _Handler(BaseHTTPRequestHandler):
             number = len(self.server.requests)
         act = self.server.plan(number, body)
         if act.wait_for is not None:
-            act.wait_for.wait(20)
+            act.wait_for.wait(LONGEST_S)
         self._perform(act, body)
 
     def _perform(self, act: Act, body: dict[str, Any]) -> None:
         if act.fault == "hang":
-            self.server.released.wait(20)
+            self.server.released.wait(LONGEST_S)
             return
         if act.fault == "reset":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -84,6 +84,14 @@ def await_status(
     raise AssertionError(f"the awaited status did not come: {read_status(run_dir)}")
 
 
+def await_until(is_so: Callable[[], bool], limit_s: float = 120.0) -> None:
+    """Wait until something holds."""
+    end = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < end, f"waited {limit_s:g} s in vain"
+        time.sleep(0.005)
+
+
 def metrics_lines(run_dir: Path) -> list[dict[str, Any]]:
     """All lines of `metrics.ndjson`."""
     return [json.loads(line) for line in (run_dir / "metrics.ndjson").read_text().splitlines()]

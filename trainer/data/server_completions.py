@@ -120,6 +120,8 @@ def _ask(
         except Exception as error:  # noqa: BLE001 - thread boundary: the writing thread raises what it is
             outcome = error
         answers.put((prompt, outcome))
+        if not isinstance(outcome, Answer | NoAnswerError | PromptRefusedError):
+            client.stop.set()  # no request can succeed: not one more, however late the caller hears of it
 
 
 def _take(

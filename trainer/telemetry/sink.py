@@ -22,6 +22,8 @@ _LOG = logging.getLogger(__name__)
 
 OFFLINE_TRIES = 2
 """Starts without the service after a failed one with it; the last one is under another id."""
+OFFLINE_START_S = 60.0
+"""A start without the service waits for nobody but this machine, which may be busy loading models."""
 
 
 class Sink(Protocol):
@@ -168,8 +170,10 @@ class WandbSink:
             "config": config,
         }
         fixed = {"x_disable_stats": True, "console": "off", "init_timeout": init_timeout_s}
+        offline = fixed | {"init_timeout": max(init_timeout_s, OFFLINE_START_S)}
         try:
-            run = wandb.init(mode=mode, settings=wandb.Settings(**fixed), **arguments)
+            settings = wandb.Settings(**(fixed if mode == "online" else offline))
+            run = wandb.init(mode=mode, settings=settings, **arguments)
             self.state = mode
         except Exception as error:
             if mode != "online":
@@ -180,7 +184,7 @@ class WandbSink:
                 " ".join(str(error).split())[:200],
                 run_dir,
             )
-            run = self._start_offline(wandb, wandb.Settings(**fixed), arguments)
+            run = self._start_offline(wandb, wandb.Settings(**offline), arguments)
             self.state = "offline (online failed)"
             self._on_trouble(self.state)
         return run

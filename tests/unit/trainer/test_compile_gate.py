@@ -62,10 +62,10 @@ def test_worker_that_waits_at_the_gate_leaves_when_the_run_ends():
     def compiles():
         with gate.visit("a"):
             is_inside.set()
-            release.wait(30)
+            release.wait(120)
 
     def waits():
-        is_inside.wait(30)
+        is_inside.wait(120)
         try:
             with gate.visit("b"):
                 caught.append("entered")
@@ -75,10 +75,10 @@ def test_worker_that_waits_at_the_gate_leaves_when_the_run_ends():
     threads = [threading.Thread(target=work, daemon=True) for work in (compiles, waits)]
     for thread in threads:
         thread.start()
-    is_inside.wait(30)
+    is_inside.wait(120)
     board.fail("target-gpu0", ValueError("broken"))
-    threads[1].join(30)
+    threads[1].join(120)
     release.set()
-    threads[0].join(30)
+    threads[0].join(120)
 
     assert isinstance(caught[0], WorkerDiedError)

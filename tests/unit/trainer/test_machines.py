@@ -21,7 +21,7 @@ class Table:
     """Where the ranks of a test exchange rows; one thread is one rank."""
 
     def __init__(self, size):
-        self._barrier = threading.Barrier(size, timeout=30)
+        self._barrier = threading.Barrier(size, timeout=120)
         self._rows = [None] * size
 
     def exchange(self, rank, row):

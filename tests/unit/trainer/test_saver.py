@@ -41,7 +41,7 @@ class Weights:
 class Bench:
     """A saver with everything around it; `gate` holds the writing thread while it is closed."""
 
-    def __init__(self, folder, monkeypatch, *, stall_s=20.0, **config):
+    def __init__(self, folder, monkeypatch, *, stall_s=120.0, **config):
         self.gate = threading.Event()
         self.gate.set()
         self.writing = threading.Event()
@@ -54,7 +54,7 @@ class Bench:
 
         def write_state(state, path):
             self.writing.set()
-            assert self.gate.wait(20)
+            assert self.gate.wait(120)
             real(state, path)
 
         monkeypatch.setattr(saver_module, "write_state", write_state)
@@ -78,7 +78,7 @@ def bench(tmp_path, monkeypatch):
     made = Bench(tmp_path, monkeypatch)
     yield made
     made.gate.set()
-    made.saver.close(timeout_s=20, give_up=lambda: False)
+    made.saver.close(timeout_s=120, give_up=lambda: False)
 
 
 def test_training_goes_on_while_the_checkpoint_is_written(bench):
@@ -87,13 +87,13 @@ def test_training_goes_on_while_the_checkpoint_is_written(bench):
     bench.consumed.add(0, 1)
 
     bench.saver.save(3, 30)
-    assert bench.writing.wait(20)
+    assert bench.writing.wait(120)
     bench.weights.change()
     bench.consumed.add(0, 2)
     assert bench.status.phase == "init"
     assert bench.steps() == []
     bench.gate.set()
-    bench.saver.close(timeout_s=20, give_up=lambda: False)
+    bench.saver.close(timeout_s=120, give_up=lambda: False)
 
     state = read_state(bench.store.path("state", 3))
     assert (state.step, state.tokens) == (3, 30)
@@ -109,7 +109,7 @@ def test_training_goes_on_while_the_checkpoint_is_written(bench):
 def test_second_checkpoint_waits_for_the_first_and_none_is_left_out(bench):
     bench.gate.clear()
     bench.saver.save(3, 30)
-    assert bench.writing.wait(20)
+    assert bench.writing.wait(120)
     second = threading.Thread(target=bench.saver.save, args=(4, 40))
     second.start()
     second.join(0.3)
@@ -117,8 +117,8 @@ def test_second_checkpoint_waits_for_the_first_and_none_is_left_out(bench):
     assert second.is_alive()
     assert bench.weights.reads == 1  # no second copy in memory while the first is being written
     bench.gate.set()
-    second.join(20)
-    bench.saver.close(timeout_s=20, give_up=lambda: False)
+    second.join(120)
+    bench.saver.close(timeout_s=120, give_up=lambda: False)
 
     assert bench.steps() == [3, 4]
     for step in (3, 4):
@@ -145,7 +145,7 @@ def test_failed_save_is_shown_and_cleared_by_the_next_good_one(bench, monkeypatc
 
     monkeypatch.setattr(saver_module, "write_state", no_room)
     bench.saver.save(3, 30)
-    bench.saver.close(timeout_s=20, give_up=lambda: False)
+    bench.saver.close(timeout_s=120, give_up=lambda: False)
     shown = json.loads(bench.status.path.read_text())["degraded"]["checkpoint"]
 
     bench.saver.save(4, 40, is_last=True)
@@ -177,7 +177,7 @@ def test_disk_that_never_answers_is_a_stall_by_its_own_limit(tmp_path, monkeypat
 
     assert time.monotonic() - started_s > 0.4  # not by the shorter limit of the pipeline
     bench.gate.set()
-    bench.saver.close(timeout_s=20, give_up=lambda: False)
+    bench.saver.close(timeout_s=120, give_up=lambda: False)
 
 
 def test_time_that_a_stop_needs_counts_the_save_on_its_way(bench):
@@ -187,7 +187,7 @@ def test_time_that_a_stop_needs_counts_the_save_on_its_way(bench):
     bench.gate.clear()
     bench.writing.clear()
     bench.saver.save(4, 40)
-    assert bench.writing.wait(20)
+    assert bench.writing.wait(120)
 
     assert bench.saver.needed_s() == pytest.approx(2 * one_save_s(bench), abs=1e-5)
     bench.gate.set()
@@ -202,9 +202,9 @@ def one_save_s(bench):
 def test_abandoned_stop_does_not_wait_for_the_save_on_its_way(bench, caplog):
     bench.gate.clear()
     bench.saver.save(3, 30)
-    assert bench.writing.wait(20)
+    assert bench.writing.wait(120)
 
-    bench.saver.close(timeout_s=20, give_up=lambda: True)
+    bench.saver.close(timeout_s=120, give_up=lambda: True)
 
     assert "still being written at the end; it is given up" in caplog.text
     bench.gate.set()

@@ -3,11 +3,11 @@
 import json
 import sys
 import threading
-import time
 import types
 
 import pytest
 
+from tests.support.trainer_runs import await_until
 from trainer.errors import DependencyError
 from trainer.flags import resolve
 from trainer.telemetry import capabilities
@@ -21,7 +21,7 @@ from trainer.telemetry.metrics import (
     render_line,
 )
 from trainer.telemetry.reporter import Reporter, Sources, progress_text
-from trainer.telemetry.sink import JsonlSink, WandbSink
+from trainer.telemetry.sink import OFFLINE_START_S, JsonlSink, WandbSink
 
 
 def make_line(**train):
@@ -101,6 +101,7 @@ class FakeWandb(types.ModuleType):
         self.fail_modes = fail_modes
         self.hold = hold
         self.modes, self.logged, self.finished = [], [], threading.Event()
+        self.is_logging = threading.Event()
 
     def Settings(self, **values):  # noqa: N802 - the library's own name
         return values
@@ -119,8 +120,9 @@ class FakeWandb(types.ModuleType):
         self.modes.append("teardown")
 
     def log(self, values, step):
+        self.is_logging.set()
         if self.hold is not None:
-            self.hold.wait(30)
+            self.hold.wait(120)
         self.logged.append((step, values))
 
     def finish(self):
@@ -131,7 +133,7 @@ TROUBLE: list[str] = []
 PATHS = {"target-model": "model", "data-dir": "data", "output-dir": "out"}
 
 
-def make_wandb(tmp_path, mode="online", finish_timeout_s=20.0):
+def make_wandb(tmp_path, mode="online", finish_timeout_s=120.0):
     return WandbSink(
         run_dir=tmp_path,
         mode=mode,
@@ -161,11 +163,18 @@ def test_wandb_gets_every_line_from_its_own_thread(monkeypatch, tmp_path):
 
 
 def test_wandb_that_is_still_starting_at_the_end_claims_no_files(monkeypatch, tmp_path, caplog):
-    hold = threading.Event()
+    hold, is_starting = threading.Event(), threading.Event()
     fake = FakeWandb()
-    monkeypatch.setattr(fake, "Settings", lambda **values: hold.wait(30) and values)
+
+    def starts_slowly(**values):
+        is_starting.set()
+        hold.wait(120)
+        return values
+
+    monkeypatch.setattr(fake, "Settings", starts_slowly)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     sink = make_wandb(tmp_path, finish_timeout_s=0.1)
+    assert is_starting.wait(120)
 
     sink.write(make_line(loss=2.0))
     sink.close()
@@ -183,6 +192,7 @@ def test_wandb_falls_back_to_offline_loudly(monkeypatch, tmp_path, caplog):
     sink.close()
 
     assert fake.modes == ["online", "teardown", "offline"]
+    assert fake.settings["init_timeout"] == OFFLINE_START_S, "the limit of the service is not this machine's"
     assert sink.state == "offline (online failed)"
     assert TROUBLE[-1] == "offline (online failed)"
     assert "W&B ONLINE FAILED (ConnectionError: no route to host)" in caplog.text
@@ -217,6 +227,8 @@ def test_slow_wandb_drops_lines_and_ends_in_bounded_time(monkeypatch, tmp_path, 
     fake = FakeWandb(hold=hold)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     sink = make_wandb(tmp_path, finish_timeout_s=0.2)
+    sink.write(make_line(loss=2.0))
+    assert fake.is_logging.wait(120)
 
     for _ in range(600):
         sink.write(make_line(loss=2.0))
@@ -272,8 +284,7 @@ def test_tokens_of_before_a_resume_are_not_throughput():
     reporter = make_reporter(sink, profile_interval_s=0.01, sources=Sources(tokens=lambda: 5_000_000))
     reporter.prime(IntervalReport(step=800, tokens=5_000_000, train={"loss": None}))
     reporter.start()
-    while not sink.lines:
-        time.sleep(0.01)
+    await_until(lambda: bool(sink.lines))
     reporter.close()
 
     assert sink.lines[0]["train"]["tok_s"] == 0.0
@@ -285,11 +296,7 @@ def test_reporter_writes_by_the_clock_with_throughput_of_that_time():
     reporter = make_reporter(sink, profile_interval_s=0.01, sources=Sources(tokens=lambda: 0))
     reporter.start()
     reporter.submit(IntervalReport(step=4, tokens=9, train={"loss": 1.0, "tok_s": 50.0}))
-    for _ in range(400):
-        if len(sink.lines) > 1:
-            break
-        sink.arrived.wait(0.05)
-        sink.arrived.clear()
+    await_until(lambda: len(sink.lines) > 1)
     reporter.close()
 
     assert sink.lines[0]["train"]["tok_s"] == 50.0
@@ -372,7 +379,7 @@ def test_lines_by_the_clock_before_the_first_step_know_nothing_and_say_so():
     reporter = make_reporter(sink, profile_interval_s=0.01)
     reporter.prime(IntervalReport(step=0, tokens=0, train=empty_train(9)))
     reporter.start()
-    assert sink.arrived.wait(10)
+    assert sink.arrived.wait(120)
     reporter.close()
 
     train = sink.lines[0]["train"]

@@ -155,7 +155,7 @@ def test_t6_dead_copy_thread_ends_the_run_with_its_traceback(monkeypatch, caplog
     for started in threads:
         started.start()
     for started in threads:
-        started.join(30)
+        started.join(120)
     device.end()
 
     assert len(caught) == 2, "a worker waits for a thread that is dead"
@@ -166,7 +166,7 @@ def test_t6_dead_copy_thread_ends_the_run_with_its_traceback(monkeypatch, caplog
 
 def test_drafter_that_a_stop_sends_home_takes_one_that_is_mid_step_along(monkeypatch):
     device = fake_streams.install(monkeypatch)
-    line = Line(receivers=2, depth=30, stall_s=20.0)
+    line = Line(receivers=2, depth=30, stall_s=60.0)
     busy, starved = line.receivers
     place_pack(line, 0)
     busy.done(busy.next(stop_empties=True))

@@ -13,7 +13,7 @@ def run_group(board, **works):
     for name, work in works.items():
         group.add(name, work)
     group.start()
-    assert group.join(timeout_s=10.0)
+    assert group.join(timeout_s=120.0)
     return group
 
 
@@ -36,8 +36,8 @@ def test_first_error_is_raised_with_its_threads_name_and_cause(caplog):
             first_is_in.set()
 
     def second():
-        assert first_is_in.wait(10)
-        board.abort.wait(10)
+        assert first_is_in.wait(120)
+        board.abort.wait(120)
         raise KeyError("later")
 
     group = run_group(board, first=first, second=second)
