@@ -61,6 +61,10 @@ def _stop_when(process: subprocess.Popen[str], number: signal.Signals, is_time: 
     return said
 
 
+def _count_lines(output: Path) -> int:
+    return output.read_bytes().count(b"\n") if output.exists() else 0
+
+
 def _ids(output: Path) -> list[str]:
     lines = output.read_text().splitlines() if output.exists() else []
     return [json.loads(line)["id"] for line in lines]
@@ -75,11 +79,11 @@ def test_generate_is_stopped_twice_and_ends_without_duplicates(tmp_path: Path) -
     before = 0
     moments = (
         (signal.SIGINT, lambda: (tmp_path / "chats.jsonl.settings.json").exists()),
-        (signal.SIGTERM, lambda: output.read_bytes().count(b"\n") > before),
+        (signal.SIGTERM, lambda: _count_lines(output) > before),
     )
 
     for number, is_time in moments:
-        before = len(_ids(output))
+        before = _count_lines(output)
         process = _start(*command, plant=HELD)
         said = _stop_when(process, number, is_time)
         assert process.returncode == EXIT_STOPPED, said
