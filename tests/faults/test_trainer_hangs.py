@@ -10,7 +10,13 @@ import pytest
 
 from tests.support.tiny import tiny_target, write_tiny_corpus
 from tests.support.trainer_forks import trainer_forks
-from tests.support.trainer_runs import await_until, read_status, run_here, settings_for
+from tests.support.trainer_runs import (
+    await_end_of_workers,
+    await_until,
+    read_status,
+    run_here,
+    settings_for,
+)
 from trainer import assembly
 from trainer import train as train_module
 from trainer.errors import StalledError
@@ -39,6 +45,7 @@ def release(monkeypatch):
     monkeypatch.setattr(train_module, "SAVE_AFTER_FAILURE_S", 0.1)
     yield event
     event.set()
+    await_end_of_workers()
 
 
 class FromThen:

@@ -101,7 +101,7 @@ def start(forks, tiny, tmp_path):
     yield begin
     for process in started:
         process.kill()
-        process.wait(30)
+        process.wait(180)
 
 
 def ask_by_file(tmp_path, **fields):

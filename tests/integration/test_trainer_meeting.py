@@ -35,7 +35,7 @@ def lonely(tmp_path):
     yield begin
     for process in started:
         process.kill()
-        process.wait(30)
+        process.wait(180)
     held.close()
 
 

@@ -60,7 +60,7 @@ def ranks(tmp_path, port):
     yield begin
     for process in started:
         process.kill()
-        process.wait(30)
+        process.wait(180)
 
 
 def environment(tmp_path, rank):
@@ -113,7 +113,7 @@ def test_golden_20_two_machines_train_as_one_with_two_drafters(tiny, tmp_path, p
     finally:
         for agent in agents:
             agent.kill()
-            agent.wait(30)
+            agent.wait(180)
 
     single = settings_for(*tiny, tmp_path / "single", **common, devices__drafter_gpus="cpu,cpu")
     assert run_here(single) == 0

@@ -11,7 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.tiny import tiny_samples, tiny_target, write_tiny_corpus
-from tests.support.trainer_runs import metrics_lines, read_status, run_here, settings_for
+from tests.support.trainer_runs import (
+    await_end_of_workers,
+    metrics_lines,
+    read_status,
+    run_here,
+    settings_for,
+)
 from trainer import assembly
 from trainer import train as train_module
 from trainer.checkpoint.store import verify
@@ -95,7 +101,7 @@ def stop_after(monkeypatch, step):
 
 
 def test_run_trains_saves_exports_and_reports(tiny, out, capsys):
-    code = run_here(settings_for(*tiny, out, checkpoint__every=4, checkpoint__keep_best=0))
+    code = run_here(settings_for(*tiny, out, checkpoint__every=4, checkpoint__keep_best=0, optim__lr=0.003))
 
     status = read_status(out / "run")
     lines = metrics_lines(out / "run")
@@ -414,6 +420,7 @@ def test_hung_worker_is_found_by_the_stall_limit(tiny, out, monkeypatch):
     with pytest.raises(StalledError, match=r"nothing moved for .* queue\.stall_s") as caught:
         run_here(settings_for(*tiny, out, queue__stall_s=0.5))
     release.set()
+    await_end_of_workers()
 
     assert caught.value.exit_code == 7
     assert "nothing moved" in read_status(out / "run")["message"]

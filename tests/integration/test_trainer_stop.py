@@ -31,7 +31,7 @@ def start(tiny, tmp_path):
     yield begin
     for process in started:
         process.kill()
-        process.wait(30)
+        process.wait(180)
 
 
 def in_phase(name):

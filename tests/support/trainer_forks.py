@@ -99,10 +99,10 @@ def trainer_forks() -> Iterator[TrainerForks]:
         assert process.stdout is not None
         process.stdin.close()
         try:
-            process.wait(30)
+            process.wait(180)
         finally:
             process.kill()
-            process.wait(30)
+            process.wait(180)
             process.stdout.close()
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -90,6 +91,13 @@ def await_until(is_so: Callable[[], bool], limit_s: float = 120.0) -> None:
     while not is_so():
         assert time.monotonic() < end, f"waited {limit_s:g} s in vain"
         time.sleep(0.005)
+
+
+def await_end_of_workers() -> None:
+    """Wait for threads that a failed run in this process has left: those of the next one have their names."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(("feeder", "target-", "drafter-", "checkpoint")):
+            thread.join(120)
 
 
 def metrics_lines(run_dir: Path) -> list[dict[str, Any]]:
