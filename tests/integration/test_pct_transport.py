@@ -139,6 +139,7 @@ async def test_a_guest_lock_stops_a_big_copy_and_no_small_one(pct_host: PctHost,
     assert host_rests(pct_host) == b""
     await node.put(b"small", "/root/small", deadline_s=LIMIT_S)
     await holding.communicate(b"")
+    pct_host.set_knob("lock_wait_s", LIMIT_S)
     await node.put(BIG, "/root/big", deadline_s=LIMIT_S)
     assert pct_host.ct_path("/root/big").read_bytes() == BIG
 
