@@ -14,7 +14,7 @@ from trainer.config import DTYPE_CHOICES
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """Length limit of `eval`, per prompt."""
-DTYPE_NAMES = ("bfloat16", "float32")
+DTYPE_NAMES = (*DTYPE_CHOICES, "bfloat16", "float32")
 """What `generate` can load weights as."""
 
 
@@ -55,7 +55,12 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=int, default=512, metavar="N", help="longest completion (%(default)s)")
     add("--batch-size", type=int, metavar="B", help="prompts at once (32, on CUDA 256)")
     add("--device", default="cpu", help="cpu, cuda or cuda:N (%(default)s)")
-    add("--dtype", choices=DTYPE_NAMES, default="float32", help="of weights (%(default)s)")
+    add(
+        "--dtype",
+        choices=DTYPE_NAMES,
+        default="float32",
+        help="of weights (%(default)s); auto = bf16 on a GPU, fast = bf16 wherever it is faster, else fp32",
+    )
     add(
         "--thinking",
         choices=("template", "on", "off"),
@@ -123,7 +128,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
     add(
         "--dtype",
-        choices=DTYPE_CHOICES,
+        choices=DTYPE_NAMES,
         default="auto",
         help="of weights: auto = bf16 on a GPU, fp32 on the CPU, where texts are compared exactly; "
         "fast = bf16 wherever it is faster (default auto)",

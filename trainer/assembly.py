@@ -164,6 +164,8 @@ def _load_target(config: TrainConfig, device: str) -> Target:
         attn=config.target.attention,
         mask_token_id=config.target.mask_token_id,
     )
+    if device == "cpu" and config.eval.every:
+        target.pack(only_head=True)
     _LOG.info(
         "target on %s: %s, %d layers, hidden %d, mask token %d (%s)",
         device,
@@ -287,11 +289,19 @@ def run_identity(
             "drafters": list(config.devices.drafters()),
             "machines": ranks,
         },
+        "dtypes": {
+            "targets": _dtype_names(config.devices.target_dtype, config.devices.targets()),
+            "drafters": _dtype_names(config.devices.drafter_dtype, config.devices.drafters()),
+        },
         "plan": {"total_steps": parts.plan.total_steps},
         "seeds": {"run": config.optim.seed},
         "versions": {"torch": code["versions"]["torch"]},
         "code": {"git_sha": code["git_sha"], "source_sha256": code["source_sha256"]},
     }
+
+
+def _dtype_names(choice: str, devices: Sequence[str]) -> list[str]:
+    return sorted({str(pick_dtype(choice, device)).removeprefix("torch.") for device in devices})
 
 
 def open_lines(config: TrainConfig, parts: Parts, board: Board) -> Lines:

@@ -306,7 +306,9 @@ class WandbConfig(Section):
         choices=("", "online", "offline", "disabled"),
     )
     gpu_metrics: bool = setting(True, "read NVML for the metrics lines")
-    init_timeout_s: float = setting(15.0, "seconds to wait for the service before going offline", gt=0)
+    init_timeout_s: float = setting(
+        15.0, "seconds to wait for the service before going offline, which itself has a minute at least", gt=0
+    )
     finish_timeout_s: float = setting(30.0, "seconds to wait at the end", gt=0)
 
 

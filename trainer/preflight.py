@@ -192,6 +192,7 @@ def _check_queue_bytes(config: TrainConfig, shape: TargetShape) -> None:
     limit = config.queue.hs_max_bytes
     if not limit or shape.hidden is None:
         return
+    # `fast` is settled once torch is there: this is the least that it can need
     is_fp32 = config.devices.target_dtype == "fp32" or (
         config.devices.target_dtype == "auto" and "cpu" in config.devices.targets()
     )

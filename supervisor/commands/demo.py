@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,8 +37,6 @@ POLL_S = 1.0
 SHOW_EVERY_S = 15.0
 START_LIMIT_S = 60.0
 ENDED = frozenset({"succeeded", "failed", "held", "stopped"})
-BLOCK_SIZES = "4,3"
-"""Of the evaluation: as trained, and one smaller, which costs less to verify."""
 CHANGE_AT = 0.35
 """Share of the steps after which the dependency change is made."""
 
@@ -256,9 +255,11 @@ def _measure(places: Places) -> tuple[dict[str, Any], dict[str, Any]]:
     config = str(places.repository / "demo" / "train.toml")
     words = [sys.executable, str(places.repository / "demo" / "untrained.py"), "--config", config]
     _call([*words, "--target-model", str(places.target), "--output", str(untrained)])
+    # as trained, and one smaller, which costs less to verify
+    size = int(tomllib.loads(Path(config).read_text())["drafter"]["block_size"])
     # an untrained drafter's speed is of no interest, and measuring it would take as long again
     before = _evaluate(places, untrained, "before", "--no-speed")
-    return before, _evaluate(places, exports[-1], "after", "--block-size", BLOCK_SIZES)
+    return before, _evaluate(places, exports[-1], "after", "--block-size", f"{size},{size - 1}")
 
 
 def _evaluate(places: Places, drafter: Path, name: str, *flags: str) -> dict[str, Any]:

@@ -302,15 +302,8 @@ def _gpu_gate(
     newest: AttemptFacts, observed: Observed, history: History, policy: RunSpec, now: datetime
 ) -> Decision | None:
     """Wait until the GPUs of the ended attempt are measured to be free; kill nothing."""
-    if (
-        not newest.has_gpus
-        or newest.is_gpu_clean
-        or observed.gpu_memory
-        in (
-            GpuMemory.FREE,
-            GpuMemory.UNKNOWN,
-        )
-    ):
+    is_open = observed.gpu_memory in (GpuMemory.FREE, GpuMemory.UNKNOWN)
+    if not newest.has_gpus or newest.is_gpu_clean or is_open:
         return None
     if observed.gpu_memory is GpuMemory.AWAITED:
         return wait("GpuBusy", "waiting for a GPU sample from after the end")

@@ -203,7 +203,7 @@ def compare(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[Diffe
                 refused.append(difference)
             elif _matches(difference.field, RECORDED_FIELDS):
                 recorded.append(difference)
-    for part in ("world", "plan", "versions", "code"):
+    for part in ("world", "dtypes", "plan", "versions", "code"):
         recorded += _differences(part, stored.get(part, {}), present.get(part, {}))
     if refused:
         raise CheckpointError(

@@ -15,10 +15,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from trainer.pipeline.devices import available_bytes
+
 _LOG = logging.getLogger(__name__)
 
 Product = Callable[[Tensor], Tensor]
 """From rows [..., in] to rows [..., out]."""
+
+MOST_OF_MEMORY = 0.5
+"""Share of the free memory that packed copies may take: a page or a crash costs more than they save."""
 
 
 def why_not_packed(dtype: torch.dtype) -> str | None:
@@ -28,7 +33,8 @@ def why_not_packed(dtype: torch.dtype) -> str | None:
     operators = torch.ops.mkldnn
     if not hasattr(operators, "_reorder_linear_weight") or not hasattr(operators, "_linear_pointwise"):
         return f"torch {torch.__version__} has no prepacked products"
-    if dtype == torch.bfloat16 and not operators._is_mkldnn_bf16_supported():
+    asks_bf16 = getattr(operators, "_is_mkldnn_bf16_supported", lambda: False)
+    if dtype == torch.bfloat16 and not asks_bf16():
         return "this processor has no AVX-512, without which bf16 is slow"
     return None if dtype in (torch.float32, torch.bfloat16) else f"no packed products for {dtype}"
 
@@ -37,17 +43,29 @@ def pack_linears(model: nn.Module) -> None:
     """Let every linear layer of a CPU model multiply by a packed copy of its weight.
 
     The copies take as much memory again as the weights, which stay where they are. What cannot be packed
-    goes on as before and says so in the log.
+    goes on as before and says so in the log; a layer with a forward of its own is left alone.
 
     Args:
         model: on the CPU, frozen.
     """
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    for reason in {why_not_packed(module.weight.dtype) for module in linears} - {None}:
+    # subclasses may scale, route or quantize: only what multiplies and nothing else
+    linears = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and "forward" not in vars(module)
+    ]
+    reasons = {why_not_packed(module.weight.dtype) for module in linears}
+    needed, free = sum(module.weight.nbytes for module in linears), available_bytes()
+    if needed > free * MOST_OF_MEMORY:
+        reasons = {f"a packed copy of {needed / 2**30:.1f} GiB has no room in {free / 2**30:.1f} GiB"}
+    for reason in reasons - {None}:
         _LOG.warning("products on the CPU are slow: %s", reason)
+    if reasons != {None}:
+        return
     for module in linears:
-        if why_not_packed(module.weight.dtype) is None:
-            module.forward = packed_product(module.weight, module.bias)  # type: ignore[assignment,method-assign]
+        module.forward = packed_product(module.weight, module.bias)  # type: ignore[assignment,method-assign]
 
 
 def packed_product(weight: Tensor, bias: Tensor | None = None) -> Product:

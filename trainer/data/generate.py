@@ -30,10 +30,9 @@ from trainer.data.server_command import check_server_flags, run_by_server
 from trainer.data.target_decoding import DecodingLimits, Target
 from trainer.data.token_choice import Sampling
 from trainer.errors import ConfigError, DataError
+from trainer.pipeline.devices import pick_dtype
 
 log = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(slots=True)
@@ -80,7 +79,7 @@ def run_generate(args: argparse.Namespace) -> int:
     file = read_prompts(args.prompts) if args.prompts is not None else None
     header = find_user_header(tokenizer) if file is None else None
     report = Report(skipped=file.skipped if file else {})
-    target = Target(args.target_model, device=_device(args.device), dtype=DTYPES[args.dtype])
+    target = Target(args.target_model, device=_device(args.device), dtype=_dtype(args))
     with locked_output(args.output, _settings(args, tokenizer, header)) as rows:
         if header is not None:
             prompts, report.skipped = _sample(args, target, tokenizer, header)
@@ -92,6 +91,10 @@ def run_generate(args: argparse.Namespace) -> int:
             _complete_all(args, target, tokenizer, pending, rows, report)
     sys.stdout.write(report.render(str(args.output)) + "\n")
     return 0
+
+
+def _dtype(args: argparse.Namespace) -> torch.dtype:
+    return pick_dtype(args.dtype, _device(args.device).type)
 
 
 def _complete_all(
@@ -181,7 +184,7 @@ def _settings(args: argparse.Namespace, tokenizer: Any, header: UserHeader | Non
         "chat_template": tokenizer.chat_template,
         "decoding": "greedy",
         "max_new_tokens": args.max_new_tokens,
-        "dtype": args.dtype,
+        "dtype": str(_dtype(args)).removeprefix("torch."),
     }
     if args.thinking != "template":
         settings["thinking"] = args.thinking

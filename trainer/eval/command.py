@@ -43,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 
 BATCH_SIZES = {"cpu": 8, "cuda": 32}
 """Prompts decoded at once. A GPU's small forwards cost the same whatever their number of rows; on a CPU the
-weights are read once for all (135M target, block 4, one core: 6 at once took 4.3 s, one by one 7.5 s)."""
+weights are read once for all."""
 COMPARED_PROMPTS = 12
 """Prompts that are also decoded plainly: the slow half of the measurement, and a ratio needs no more."""
 SPEED_ROUNDS = 2
@@ -132,7 +132,7 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
     if request.plot_path is not None:
         require_matplotlib()
     check_results(_result_files(request))
-    # Speculative output equals plain output exactly only in fp32; on GPUs serving runs in bf16, and so do we.
+    # Speculative output equals plain output exactly only in fp32; serving runs in bf16, on GPUs always.
     dtype = pick_dtype(request.dtype, place.type)
     prompt_file = read_prompts(request.prompts)
     drafter = load_drafter(request.drafter, device=place, dtype=dtype)

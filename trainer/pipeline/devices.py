@@ -44,7 +44,7 @@ def pick_dtype(choice: str, device: str) -> torch.dtype:
     if choice in ("auto", "fast"):
         is_bf16 = device != "cpu" or (choice == "fast" and has_fast_bf16())
         return torch.bfloat16 if is_bf16 else torch.float32
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[choice]
+    return torch.bfloat16 if choice in ("bf16", "bfloat16") else torch.float32
 
 
 def has_fast_bf16() -> bool:

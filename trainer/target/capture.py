@@ -64,9 +64,9 @@ class Target:
         product: Tensor = self._head.forward(hidden)
         return product
 
-    def pack(self) -> None:
-        """Get ready to decode on a CPU: few rows at a time, weights that never change."""
-        pack_linears(self._model)
+    def pack(self, *, only_head: bool = False) -> None:
+        """Get ready to decode on a CPU; `only_head` leaves alone what hidden states are made by."""
+        pack_linears(self._head if only_head else self._model)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every weight and buffer by name, each storage once."""

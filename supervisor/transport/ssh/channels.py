@@ -130,11 +130,12 @@ class Stream:
                 loop.remove_reader(self._fd)
             ready.cancel()
 
-    async def status(self) -> int | None:
+    async def status(self, deadline: Deadline | None = None) -> int | None:
         """Exit status; None when the server sent none (signal, cut link). It may follow EOF by a moment."""
         event = self.channel.status_event
         if not event.is_set() and not self.channel.closed:
-            await self._threads.on_pool(lambda: event.wait(_STATUS_GRACE_S))
+            limit_s = _STATUS_GRACE_S if deadline is None else min(_STATUS_GRACE_S, deadline.remaining())
+            await self._threads.on_pool(lambda: event.wait(limit_s))
         return self.channel.exit_status if self.channel.exit_status >= 0 else None
 
     async def feed(self, pieces: Iterable[bytes], deadline: Deadline) -> None:

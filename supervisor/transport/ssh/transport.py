@@ -188,7 +188,9 @@ class SshTransport:
             feeding = asyncio.create_task(feed, name="ssh-stdin")
         try:
             await self._drain(self._lanes[lane], stream, call)
-            return call.outcome(None if call.is_complete or call.is_expired else await stream.status())
+            return call.outcome(
+                None if call.is_complete or call.is_expired else await stream.status(call.deadline)
+            )
         finally:
             await stream.close()
             if feeding is not None:

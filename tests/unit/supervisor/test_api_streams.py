@@ -266,7 +266,7 @@ def test_a_client_that_does_not_read_is_dropped_and_the_others_are_not(live):
 
 
 def test_shutdown_ends_every_stream_and_the_server_stops(api, monkeypatch):
-    monkeypatch.setattr(server, "GRACE_S", WAIT_S)
+    monkeypatch.setattr(server, "GRACE_S", 2 * WAIT_S)
     attempt = seed_attempt(api.state, runs_row(api), log=b"line\n")
     with live_server(api) as live:
         events = [Stream(live, "/v1/events") for _ in range(5)]

@@ -342,6 +342,7 @@ def identity(**changes):
         "data": {"sha256": "d"},
         "target": {"config_sha256": "t"},
         "world": {"targets": ["cpu"]},
+        "dtypes": {"targets": ["bfloat16"]},
         "versions": {"torch": "1"},
         "code": {"git_sha": "c"},
     }
@@ -383,6 +384,7 @@ def test_difference_that_breaks_a_resume_is_refused_by_name(change):
         {"config__optim__epochs": 4},
         {"config__drafter__split_fc_layers": True},
         {"world__targets": ["cuda:0"]},
+        {"dtypes__targets": ["float32"]},
         {"versions__torch": "2"},
         {"code__git_sha": "x"},
     ],

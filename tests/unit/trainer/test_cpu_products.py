@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.data import cpu_products
 from trainer.data.cpu_products import pack_linears, why_not_packed
@@ -31,6 +31,40 @@ def test_a_packed_model_computes_what_it_did(dtype: torch.dtype, shape: tuple[in
     torch.testing.assert_close(model(rows), expected, atol=5 * torch.finfo(dtype).eps, rtol=1e-2)
     is_packed = why_not_packed(dtype) is None
     assert all((module.forward.__name__ == "multiply") == is_packed for module in (model[0], model[2]))
+
+
+def test_this_torch_packs_fp32() -> None:
+    assert why_not_packed(torch.float32) is None
+
+
+class Halved(nn.Linear):
+    """A linear layer that does more than multiply."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows) / 2
+
+
+def test_layers_with_a_forward_of_their_own_are_left_alone() -> None:
+    model = nn.Sequential(Halved(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    model[2].forward = lambda rows: rows + 1
+    rows = torch.randn(2, 4)
+    expected = model(rows)
+
+    pack_linears(model)
+
+    torch.testing.assert_close(model(rows), expected)
+    assert "forward" not in vars(model[0])
+    assert model[2](rows).equal(rows + 1)
+
+
+def test_copies_that_have_no_room_are_not_made_and_it_is_said(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(cpu_products, "available_bytes", lambda: 2 * 6400 - 2)
+    model = nn.Sequential(nn.Linear(40, 40, bias=False), nn.ReLU()).requires_grad_(False)
+
+    pack_linears(model)
+
+    assert "forward" not in vars(model[0])
+    assert "a packed copy of 0.0 GiB has no room in 0.0 GiB" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)

@@ -398,10 +398,20 @@ def test_eval_refuses_what_cannot_work(inputs, change: dict, error: type[Excepti
         evaluate(EvalRequest(**(inputs | change)))
 
 
-def test_drafter_weights_are_evaluated_in_fp32_on_the_cpu(inputs) -> None:
-    report = evaluate(EvalRequest(**inputs, max_new_tokens=2, max_prompts=1, with_speed=False))
+@pytest.mark.parametrize(
+    ("words", "expected"), [([], "float32"), (["--dtype=bf16"], "bfloat16"), (["--dtype=float32"], "float32")]
+)
+def test_weights_are_evaluated_in_fp32_on_the_cpu_unless_another_dtype_is_named(
+    inputs, tmp_path, words: list[str], expected: str
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_eval_arguments(parser)
+    given = [f"--{name.replace('_', '-')}={path}" for name, path in inputs.items()]
+    limits = ["--max-new-tokens=2", "--max-prompts=1", "--no-speed", f"--json={tmp_path / 'eval.json'}"]
 
-    assert report["setting"]["dtype"] == "float32"
+    assert run_eval(parser.parse_args([*given, *limits, *words])) == 0
+
+    assert json.loads((tmp_path / "eval.json").read_text())["setting"]["dtype"] == expected
 
 
 def test_a_drafter_of_another_target_of_the_same_shape_is_told(inputs, tmp_path) -> None:

@@ -24,7 +24,7 @@ from tests.support.tiny_drafter import (
     talkative_target,
 )
 from trainer.eval.batched import decode_prompts
-from trainer.eval.speculative import speculative_generate
+from trainer.eval.speculative import frozen_ends, speculative_generate
 from trainer.eval.verify import Chooser, Sampling, shape_probabilities
 from trainer.target.loader import load_target
 
@@ -124,9 +124,29 @@ def test_golden_29_oracle_reaches_the_block_size_and_adversary_one(target, size:
     assert best.token_ids == worst.token_ids == tokens[len(PROMPTS[3]) :][:33]
 
 
+@pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_golden_29_and_31_hold_for_other_families(tmp_path, family: str) -> None:
+def test_the_drafters_logits_are_the_targets_head_and_soft_cap(tmp_path, family: str, is_packed) -> None:
+    target, drafter = family_pair(tmp_path, family)
+    if is_packed:
+        target.pack()
+    hidden_BKD = torch.randn(2, 5, target.head_weight_VD.shape[1])
+    logits = hidden_BKD @ target.head_weight_VD.T
+    cap = target.info.logit_softcap
+    expected = logits if cap is None else cap * torch.tanh(logits / cap)
+
+    ends = frozen_ends(target, drafter.config)
+
+    torch.testing.assert_close(ends.logits(hidden_BKD[:, 1:]), expected[:, 1:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ends.logits(hidden_BKD[0]), expected[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_golden_29_and_31_hold_for_other_families(tmp_path, family: str, is_packed) -> None:
     target, _ = family_pair(tmp_path, family)
+    if is_packed:
+        target.pack()
     prompt = PROMPTS[2]
     tokens = prompt + _greedy(target, prompt, 24)
 
