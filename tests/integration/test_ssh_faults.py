@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import paramiko
 import pytest
 
 from supervisor.domain.errors import (
@@ -192,6 +193,31 @@ async def test_a_link_frozen_for_good_is_replaced(
     await channel.close()
     ssh_host.link.thaw()
     assert (await node.run(["true"], deadline_s=LIMIT_S)).exit_code == 0
+
+
+async def test_a_channel_that_fails_alone_costs_the_others_nothing(
+    node: SshTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host may refuse one request on a healthy link, for want of a process; its neighbours live on."""
+    exec_command = paramiko.Channel.exec_command
+
+    def refuse(channel: paramiko.Channel, command: str | bytes) -> None:
+        if "refused" in str(command):
+            raise paramiko.SSHException("Channel closed.")
+        exec_command(channel, command)
+
+    channel = await node.open_channel(["cat"], deadline_s=LIMIT_S)
+    monkeypatch.setattr(paramiko.Channel, "exec_command", refuse)
+
+    with pytest.raises(OutcomeUnknownError):
+        await node.run(["echo", "refused"], deadline_s=LIMIT_S)
+
+    await channel.send(b"still here\n", deadline_s=LIMIT_S)
+    assert await asyncio.wait_for(channel.receive(), LIMIT_S) == b"still here\n"
+    assert (await node.run(["true"], deadline_s=LIMIT_S)).exit_code == 0
+    await channel.send(b"and here\n", deadline_s=LIMIT_S)
+    assert await asyncio.wait_for(channel.receive(), LIMIT_S) == b"and here\n"
+    await channel.close()
 
 
 async def test_a_slow_command_costs_the_others_nothing(node: SshTransport) -> None:

@@ -265,7 +265,10 @@ class SshTransport:
             lane.check_alive()
             call.is_expired, call.cause = True, error
         except LINK_ERRORS as error:
-            lane.discard(transport)
+            if launch.is_sent and transport.is_active():
+                lane.check_alive()  # one channel failed: those beside it go on unless the link is dead
+            else:
+                lane.discard(transport)
             call.cause = error
         if not launch.is_sent:
             assert call.cause is not None

@@ -43,7 +43,7 @@ def test_demo_settings_are_valid(tmp_path):
 
     config = resolve(flags, toml_path=str(DEMO / "train.toml"), environ={}).config
 
-    assert config.drafter.num_layers == 2
+    assert config.drafter.block_size == 4
     assert config.devices.target_gpus == config.devices.drafter_gpus == "cpu"
     assert config.data.token_budget >= config.data.max_seq_len
 
