@@ -8,6 +8,8 @@ command's.
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 from pathlib import Path
 
 from trainer.config import DTYPE_CHOICES
@@ -21,9 +23,27 @@ DTYPE_NAMES = (*DTYPE_CHOICES, "bfloat16", "float32")
 def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `prepare`."""
     add = parser.add_argument
-    add("--target-model", type=Path, required=True, metavar="DIR", help="for its tokenizer and chat template")
-    add("--input", type=Path, required=True, metavar="PATH", help="chats: JSONL, Parquet, Arrow, or a folder")
-    add("--output", type=Path, required=True, metavar="DIR", help="folder for the samples and report.json")
+    add(
+        "--target-model",
+        type=given_path,
+        required=True,
+        metavar="DIR",
+        help="for its tokenizer and chat template",
+    )
+    add(
+        "--input",
+        type=given_path,
+        required=True,
+        metavar="PATH",
+        help="chats: JSONL, Parquet, Arrow, or a folder",
+    )
+    add(
+        "--output",
+        type=given_path,
+        required=True,
+        metavar="DIR",
+        help="folder for the samples and report.json",
+    )
     add(
         "--max-seq-len",
         type=int,
@@ -49,9 +69,9 @@ def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `generate`."""
     add = parser.add_argument
-    add("--target-model", type=Path, metavar="DIR", help="target model directory; not with --base-url")
-    add("--prompts", type=Path, metavar="FILE", help="prompts, JSONL")
-    add("--output", type=Path, required=True, metavar="FILE", help="chat JSONL; continued if it exists")
+    add("--target-model", type=given_path, metavar="DIR", help="target model directory; not with --base-url")
+    add("--prompts", type=given_path, metavar="FILE", help="prompts, JSONL")
+    add("--output", type=given_path, required=True, metavar="FILE", help="chat JSONL; continued if it exists")
     add("--max-new-tokens", type=int, default=512, metavar="N", help="longest completion (%(default)s)")
     add("--batch-size", type=int, metavar="B", help="prompts at once (32, on CUDA 256)")
     add("--device", default="cpu", help="cpu, cuda or cuda:N (%(default)s)")
@@ -107,9 +127,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `eval`."""
     add = parser.add_argument
-    add("--target-model", required=True, type=Path, metavar="DIR", help="the target, with its tokenizer")
-    add("--drafter", required=True, type=Path, metavar="DIR", help="an exported drafter")
-    add("--prompts", required=True, type=Path, metavar="FILE.jsonl", help="held-out prompts")
+    add(
+        "--target-model", required=True, type=given_path, metavar="DIR", help="the target, with its tokenizer"
+    )
+    add("--drafter", required=True, type=given_path, metavar="DIR", help="an exported drafter")
+    add("--prompts", required=True, type=given_path, metavar="FILE.jsonl", help="held-out prompts")
     add(
         "--max-new-tokens",
         type=int,
@@ -155,15 +177,15 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         help="whether the target thinks, where its template can tell (default: the template's own choice)",
     )
     add("--no-speed", action="store_true", help="leave out the comparison with plain decoding")
-    add("--json", type=Path, metavar="FILE", help="write the full record there")
-    add("--markdown", type=Path, metavar="FILE", help="write it as tables for people")
-    add("--plot", type=Path, metavar="FILE.png", help="write it as a figure (needs matplotlib)")
+    add("--json", type=given_path, metavar="FILE", help="write the full record there")
+    add("--markdown", type=given_path, metavar="FILE", help="write it as tables for people")
+    add("--plot", type=given_path, metavar="FILE.png", help="write it as a figure (needs matplotlib)")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags that `plan` has on top of those of `train`."""
     add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help="write the full record there")
+    add("--json", type=given_path, metavar="FILE", help="write the full record there")
     add("--no-measure", action="store_true", help="load no weights: memory only, and a split by counted work")
     add("--gpus", type=positive, metavar="N", help="divide N GPUs (default: as many as torch sees)")
     add(
@@ -172,6 +194,22 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="G",
         help="memory of each GPU (default: of the present ones)",
     )
+
+
+def given_path(text: str) -> Path:
+    """Read a path that a file system can hold.
+
+    Raises:
+        argparse.ArgumentTypeError: it is empty, or its name is too long to be looked for.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; name one, the current folder is .")
+    try:
+        os.lstat(text)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise argparse.ArgumentTypeError(f"the path is too long: {text[:80]}…") from error
+    return Path(text)
 
 
 def positive(text: str) -> int:
@@ -184,10 +222,20 @@ def positive(text: str) -> int:
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `export`."""
     add = parser.add_argument
-    add("--check", type=Path, metavar="DIR", help="only verify that engines will load it as it was trained")
-    add("--target-model", type=Path, metavar="DIR", help="with --check: also compare with this target")
-    add("--drafter", type=Path, metavar="DIR", help="an exported or published drafter to write again")
-    add("--output", type=Path, metavar="DIR", help="write it there, with every key that some engine reads")
+    add(
+        "--check",
+        type=given_path,
+        metavar="DIR",
+        help="only verify that engines will load it as it was trained",
+    )
+    add("--target-model", type=given_path, metavar="DIR", help="with --check: also compare with this target")
+    add("--drafter", type=given_path, metavar="DIR", help="an exported or published drafter to write again")
+    add(
+        "--output",
+        type=given_path,
+        metavar="DIR",
+        help="write it there, with every key that some engine reads",
+    )
     add(
         "--overwrite",
         action="store_true",
@@ -198,6 +246,18 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `import`."""
     add = parser.add_argument
-    add("--drafter", required=True, type=Path, metavar="DIR", help="a published or exported drafter")
-    add("--target-model", required=True, type=Path, metavar="DIR", help="the target that it was trained for")
-    add("--output", required=True, type=Path, metavar="DIR", help="the run's output folder; a new lineage")
+    add("--drafter", required=True, type=given_path, metavar="DIR", help="a published or exported drafter")
+    add(
+        "--target-model",
+        required=True,
+        type=given_path,
+        metavar="DIR",
+        help="the target that it was trained for",
+    )
+    add(
+        "--output",
+        required=True,
+        type=given_path,
+        metavar="DIR",
+        help="the run's output folder; a new lineage",
+    )

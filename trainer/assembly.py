@@ -22,6 +22,7 @@ from trainer.checkpoint.state import ConsumedPacks
 from trainer.config import TrainConfig, config_hash
 from trainer.data.buckets import bucket_edges
 from trainer.data.corpus import Corpus, Sample
+from trainer.data.encoded_prompts import encode_some
 from trainer.data.prompts import read_prompts
 from trainer.data.sampler import PackSampler
 from trainer.drafter.compiled import CompileGate
@@ -32,7 +33,6 @@ from trainer.drafter.shape import drafter_config, imported_config
 from trainer.drafter.worker import DrafterWorker, StepHooks, StepPlan
 from trainer.errors import ConfigError
 from trainer.eval.online import OnlineEvaluation, Surroundings
-from trainer.eval.prompts import encode_prompts
 from trainer.optim.adamw import AdamWSettings, MasterAdamW
 from trainer.optim.replicas import ReplicaGroup
 from trainer.pipeline.devices import available_bytes, cpu_threads, pick_attention, pick_dtype, worker_names
@@ -463,7 +463,7 @@ def build_evaluation(config: TrainConfig, parts: Parts, board: Board) -> OnlineE
         if target.tokenizer is None:
             raise ConfigError("--eval-every needs the target's tokenizer, none is in --target-model")
         chosen = read_prompts(wanted.prompts).prompts[: wanted.max_prompts]
-        prompts = encode_prompts(target.tokenizer, chosen, wanted.thinking)
+        prompts = encode_some(target.tokenizer, chosen, wanted.thinking).token_ids
     held_out: list[Sample] = []
     if wanted.held_out_data:
         corpus = Corpus.open(

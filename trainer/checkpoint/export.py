@@ -34,7 +34,7 @@ from trainer.checkpoint.drafter_format import (
     render_config,
     tensor_faults,
 )
-from trainer.checkpoint.replacing import check_output, remove_export
+from trainer.checkpoint.replacing import check_output, in_use, put_in_place
 from trainer.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -137,11 +137,13 @@ def write_export(
         directory.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
-        _save_weights(stored, scratch, metadata)
-        (scratch / CONFIG_NAME).write_text(json.dumps(rendered, indent=2) + "\n")
-        for path in (*scratch.iterdir(), scratch):
-            _fsync(path)
-        _put_in_place(scratch, directory)
+        with in_use(scratch):
+            _save_weights(stored, scratch, metadata)
+            (scratch / CONFIG_NAME).write_text(json.dumps(rendered, indent=2) + "\n")
+            for path in (*scratch.iterdir(), scratch):
+                _fsync(path)
+            put_in_place(scratch, directory, overwrite=overwrite)
+        _fsync(directory.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot write export {directory}: {error}; free space or name another folder"
@@ -318,23 +320,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"cannot read {path}: not a JSON object")
     return value
-
-
-def _put_in_place(scratch: Path, directory: Path) -> None:
-    """Rename into place; an old export is moved aside first, since a full directory cannot be replaced."""
-    aside = directory.with_name(f".{directory.name}.old-{os.getpid()}")
-    is_replacing = directory.exists()
-    if is_replacing:
-        directory.rename(aside)
-    try:
-        scratch.rename(directory)
-    except OSError:
-        if is_replacing:
-            aside.rename(directory)
-        raise
-    _fsync(directory.parent)
-    if is_replacing:
-        remove_export(aside)
 
 
 def _fsync(path: Path) -> None:

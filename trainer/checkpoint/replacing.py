@@ -1,17 +1,21 @@
 """Replacing an exported drafter by a newer one, and nothing else: what `--overwrite` may remove.
 
-Called by `checkpoint.export`. A folder is only replaced when all that lies in it is an export as this trainer
-writes them; its files are then removed one by one, by name, so that whatever joins them meanwhile stays. Must
-never remove a tree.
+Called by `checkpoint.export`. Holds against other commands that write the same export. A folder is only
+replaced when all that lies in it is an export as this trainer writes them; its files are then removed one by
+one, by name, so that whatever joins them meanwhile stays. Must never remove a tree.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import logging
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.checkpoint.drafter_format import ARCHITECTURE, CONFIG_KEYS
@@ -23,6 +27,9 @@ CONFIG = "config.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _OTHERS = (CONFIG, "model.safetensors.index.json", "manifest.json")
 _LINEAGE = re.compile(r"lineage-\d{4,}")
+_STANDS = (errno.ENOTEMPTY, errno.EEXIST)
+_MOST_TRIES = 100
+"""Each one more is another command that put its export there in the meantime."""
 
 
 def check_output(output: Path, *, source: Path | None = None, overwrite: bool = False) -> None:
@@ -45,9 +52,51 @@ def check_output(output: Path, *, source: Path | None = None, overwrite: bool = 
         raise CheckpointError(f"export directory exists: {output}; choose another or allow overwriting")
     reason = _why_not(output)
     if reason:
-        raise ConfigError(
-            f"--overwrite replaces nothing but an export: {output} {reason}; name another folder"
-        )
+        raise ConfigError(_refusal(output, reason))
+
+
+def put_in_place(scratch: Path, directory: Path, *, overwrite: bool) -> None:
+    """Rename a finished export into place; what killed commands left beside it is removed then.
+
+    Several commands may do so at once: without `overwrite` the first one wins, with it the last.
+
+    Raises:
+        CheckpointError: an export appeared there meanwhile, and overwriting was not asked for.
+        ConfigError: something else did.
+        OSError: the disk refuses; an export that was to be replaced stands where it was.
+    """
+    for _ in range(_MOST_TRIES):
+        aside = _move_aside(directory) if overwrite else None
+        try:
+            scratch.rename(directory)
+        except OSError as error:
+            has_come = error.errno in _STANDS
+            if aside is not None and not has_come:
+                aside.rename(directory)
+            elif aside is not None:
+                remove_export(aside)
+            if not has_come:
+                raise
+            check_output(directory, overwrite=overwrite)
+            continue
+        if aside is not None:
+            remove_export(aside)
+        _sweep(directory)
+        return
+    raise CheckpointError(f"other commands keep writing the export {directory}; name another folder")
+
+
+@contextlib.contextmanager
+def in_use(scratch: Path) -> Iterator[None]:
+    """Mark a folder of unfinished work as that of a living process, under whatever name it ends."""
+    descriptor = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # where the file system knows no locks, leftovers cannot be told apart and stay
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def remove_export(folder: Path) -> None:
@@ -59,6 +108,50 @@ def remove_export(folder: Path) -> None:
         folder.rmdir()
     except OSError as error:
         _LOG.warning("the replaced export is left in %s (%s)", folder, error.strerror or error)
+
+
+def _refusal(output: Path, reason: str) -> str:
+    return f"--overwrite replaces nothing but an export: {output} {reason}; name another folder"
+
+
+def _move_aside(directory: Path) -> Path | None:
+    """Give an export another name, as a full folder cannot be replaced; None when none stands there."""
+    aside = directory.with_name(f".{directory.name}.old-{os.getpid()}")
+    if aside.is_dir():
+        remove_export(aside)
+    try:
+        directory.rename(aside)
+    except FileNotFoundError:
+        return None
+    # what came there since the command began is looked at now, where nobody else can change it
+    reason = _why_not(aside)
+    if reason:
+        aside.rename(directory)
+        raise ConfigError(_refusal(directory, reason))
+    return aside
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what commands that were killed left of an export of this name."""
+    leftover = re.compile(rf"\.{re.escape(directory.name)}\.(tmp|old)-\d+")
+    for path in list(directory.parent.iterdir()):
+        if leftover.fullmatch(path.name) and path.is_dir() and not path.is_symlink() and _is_abandoned(path):
+            _LOG.info("removed an unfinished export: %s", path)
+            remove_export(path)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _refuse_overlap(output: Path, source: Path) -> None:

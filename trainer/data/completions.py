@@ -7,7 +7,6 @@ torn by a crash is dropped. Must not know how completions are made.
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import logging
@@ -87,13 +86,6 @@ def companion_rows(path: Path, *, key: str) -> Iterator[RowFile]:
     """Open a second file of an output that is already locked."""
     with _opened(path) as stream, _rows(path, stream, key) as rows:
         yield rows
-
-
-def thinking_of(args: argparse.Namespace, prompt: Prompt) -> bool | None:
-    """A prompt's own wish comes before the flag, as in `prepare`."""
-    if prompt.thinking is not None or args.thinking == "template":
-        return prompt.thinking
-    return bool(args.thinking == "on")
 
 
 def template_inputs(prompt: Prompt, thinking: bool | None) -> dict[str, Any]:

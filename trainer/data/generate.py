@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from trainer.data.chat import encode_prompt
-from trainer.data.completions import PROMPTS_SUFFIX, RowFile, locked_output, template_inputs, thinking_of
+from trainer.data.completions import PROMPTS_SUFFIX, RowFile, locked_output, template_inputs
 from trainer.data.decoding import Completion, DecodingStats, Request
+from trainer.data.encoded_prompts import EncodedPrompts, encode_prompts
 from trainer.data.pretrained import get_tokenizer, load_config, stop_token_ids
 from trainer.data.prompts import Prompt, read_prompts
 from trainer.data.self_prompts import DrawSettings, UserHeader, find_user_header, sample_prompts
@@ -105,24 +105,29 @@ def _complete_all(
     rows: RowFile,
     report: Report,
 ) -> None:
-    switches = [thinking_of(args, prompt) for prompt in pending]
-    encoded = [
-        encode_prompt(tokenizer, prompt.messages, tools=prompt.tools, thinking=thinking)
-        for prompt, thinking in zip(pending, switches, strict=True)
-    ]
+    encoded = encode_prompts(tokenizer, pending, args.thinking)
+    report.skipped = Counter(report.skipped) + encoded.skipped
     limit = _context(args) - args.max_new_tokens
-    requests = [Request(index, ids) for index, ids in enumerate(encoded) if len(ids) <= limit]
-    report.too_long = len(encoded) - len(requests)
+    requests = [Request(index, ids) for index, ids in enumerate(encoded.token_ids) if len(ids) <= limit]
+    report.too_long = len(encoded.prompts) - len(requests)
     if report.too_long:
         log.warning("skipping %d prompts longer than %d tokens", report.too_long, limit)
     if not requests:
-        raise DataError(f"every prompt is longer than the target allows with its completion: {limit} tokens")
+        if not report.already_there:
+            raise DataError(_why_none(encoded, limit))
+        return
     stops = stop_token_ids(args.target_model, tokenizer)
 
     def deliver(finished: list[tuple[Request, Completion]]) -> None:
         rows.write(
             [
-                _row(tokenizer, pending[request.key], completion, stops, switches[request.key])
+                _row(
+                    tokenizer,
+                    encoded.prompts[request.key],
+                    completion,
+                    stops,
+                    encoded.thinking[request.key],
+                )
                 for request, completion in finished
             ]
         )
@@ -131,6 +136,12 @@ def _complete_all(
 
     limits = DecodingLimits(max_new_tokens=args.max_new_tokens, stop_ids=stops, batch_size=args.batch_size)
     report.stats = target.decode(requests, limits, deliver)
+
+
+def _why_none(encoded: EncodedPrompts, limit: int) -> str:
+    if not encoded.prompts:
+        return encoded.why_none()
+    return f"every prompt is longer than the target allows with its completion: {limit} tokens"
 
 
 def _sample(

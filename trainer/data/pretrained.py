@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ OTHER_MODALITIES = (
 )
 """Parts of multimodal checkpoints that text never reaches."""
 
+_FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RecursionError)
+"""What transformers raises on files whose content is not what their names say."""
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -50,8 +54,8 @@ def load_config(directory: Path) -> Any:
         raise ConfigError(f"target model has no config.json{hint}: {directory}")
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot read the target's config: {directory}: {error}") from error
+    except _FAULTS as error:
+        raise ConfigError(f"cannot read the target's config: {directory}: {_told(error)}") from error
 
 
 def find_tokenizer(directory: Path) -> Any | None:
@@ -64,8 +68,11 @@ def find_tokenizer(directory: Path) -> Any | None:
         return None
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot read the target's tokenizer: {directory}: {error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:
+        # the tokenizers package raises nothing more special than this on a damaged file
+        raise ConfigError(f"cannot read the target's tokenizer: {directory}: {_told(error)}") from error
 
 
 def get_tokenizer(directory: Path, *, needs_chat_template: bool = False) -> Any:
@@ -117,8 +124,8 @@ def load_causal_lm(
             ignore_mismatched_sizes=True,
             **_expansion(config),
         )
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise ConfigError(f"cannot load the target model: {directory}: {error}") from error
+    except _FAULTS as error:
+        raise ConfigError(f"cannot load the target model: {directory}: {_told(error)}") from error
     except Exception as error:
         # safetensors raises its own class, outside the tree above, on a truncated or damaged file.
         if type(error).__name__ != "SafetensorError":
@@ -150,8 +157,8 @@ def outline_causal_lm(directory: Path, *, dtype: torch.dtype, attn: str = "sdpa"
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise ConfigError(f"cannot outline the target model: {directory}: {error}") from error
+    except _FAULTS as error:
+        raise ConfigError(f"cannot outline the target model: {directory}: {_told(error)}") from error
     _drop_other_modalities(model)
     outlined: torch.nn.Module = model.requires_grad_(False).eval()
     return outlined
@@ -188,15 +195,37 @@ def _drop_other_modalities(model: Any) -> None:
 
 def stop_token_ids(directory: Path, tokenizer: Any | None) -> frozenset[int]:
     """Every id that ends a generation: of the config, of the generation config and of the tokenizer."""
-    values = [load_config(directory).get_text_config().eos_token_id]
-    generation = directory / "generation_config.json"
-    if generation.is_file():
-        values.append(json.loads(generation.read_text()).get("eos_token_id"))
+    values = [load_config(directory).get_text_config().eos_token_id, _stops_of_generation(directory)]
     values.append(None if tokenizer is None else tokenizer.eos_token_id)
     found: set[int] = set()
     for value in values:
         found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
     return frozenset(int(token) for token in found)
+
+
+def _stops_of_generation(directory: Path) -> int | list[int] | None:
+    """Return the stop tokens that `generation_config.json` names, None where it is absent or names none.
+
+    Raises:
+        ConfigError: it is there and cannot be read.
+    """
+    path = directory / "generation_config.json"
+    if not os.path.lexists(path):
+        return None
+    try:
+        stops: int | list[int] | None = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        entries = stops if isinstance(stops, list) else [] if stops is None else [stops]
+        if not all(isinstance(entry, int) and not isinstance(entry, bool) for entry in entries):
+            raise TypeError(f"eos_token_id must be a token id, or a list of them: {stops!r:.80}")
+    except _FAULTS as error:
+        raise ConfigError(f"cannot read {path}: {_told(error)}; mend or remove it") from error
+    return stops
+
+
+def _told(error: Exception) -> str:
+    """Say what was raised; some of these texts mean nothing without their class."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
 
 
 def cache_argument(model: Any) -> str:

@@ -23,6 +23,7 @@ from jinja2 import TemplateError
 
 from trainer.data.completions import companion_rows
 from trainer.data.decoding import Completion, Request
+from trainer.data.encoded_prompts import TEMPLATE_FAULTS
 from trainer.data.prompts import Prompt
 from trainer.data.target_decoding import DecodingLimits, Target
 from trainer.data.token_choice import Sampling
@@ -69,7 +70,12 @@ def find_user_header(tokenizer: Any) -> UserHeader:
     Raises:
         ConfigError: the template does not render a user's text, or puts nothing in front of it.
     """
-    lone = _render(tokenizer, ("user", _MARK))
+    try:
+        lone = _render(tokenizer, ("user", _MARK))
+    except TEMPLATE_FAULTS as error:
+        raise ConfigError(
+            f"the target's chat template does not render a user's text: {error}; mend it, or give --prompts"
+        ) from error
     if _MARK not in lone:
         raise ConfigError(
             "the target's chat template does not show what the user says: give --prompts instead"

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.data.completions import locked_output, template_inputs, thinking_of
+from trainer.data.completions import locked_output, template_inputs
+from trainer.data.encoded_prompts import thinking_of
 from trainer.data.openai_client import Answer, ChatClient, parse_base_url
 from trainer.data.prompts import Prompt, read_prompts
 from trainer.data.server_completions import ServerReport, check_outcome, complete_by_server
@@ -62,8 +63,10 @@ def run_by_server(args: argparse.Namespace) -> int:
                 pending,
                 rows,
                 concurrency=args.concurrency,
-                thinking=lambda prompt: thinking_of(args, prompt),
-                build_row=lambda prompt, answer: _server_row(prompt, answer, thinking_of(args, prompt)),
+                thinking=lambda prompt: thinking_of(prompt, args.thinking),
+                build_row=lambda prompt, answer: _server_row(
+                    prompt, answer, thinking_of(prompt, args.thinking)
+                ),
                 report=done,
             )
         finally:

@@ -23,6 +23,7 @@ from trainer.arguments import DEFAULT_MAX_NEW_TOKENS
 from trainer.checkpoint.export import CONFIG_NAME, read_config, read_target_meta
 from trainer.checkpoint.export_faults import key_faults
 from trainer.data.cpu_products import pack_linears
+from trainer.data.encoded_prompts import encode_some
 from trainer.data.prompts import Prompt, read_prompts
 from trainer.drafter.exported import load_drafter
 from trainer.drafter.model import Drafter
@@ -146,12 +147,14 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
     warnings = [*_size_warnings(plan.block_sizes, trained_size), *_config_warnings(request)]
     for warning in warnings:
         _LOG.warning("%s", warning)
-    blocks = measure(target, drafter, _choose(prompt_file.prompts, request.max_prompts), plan)
+    chosen = _choose(prompt_file.prompts, request.max_prompts)
+    prompts = encode_some(target.tokenizer, chosen, request.thinking)
+    blocks = measure(target, drafter, prompts, plan)
     setting = {
         "target_model": str(request.target_model),
         "drafter": str(request.drafter),
         "prompts": str(request.prompts),
-        "skipped_prompts": dict(prompt_file.skipped),
+        "skipped_prompts": dict(prompt_file.skipped + prompts.skipped),
         "trained_block_size": trained_size,
         **plan.as_dict(),
         **_describe_process(place, dtype),

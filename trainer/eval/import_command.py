@@ -1,15 +1,19 @@
 """The `import` command: a published drafter becomes the first state of a run, to be trained on.
 
 Called by `trainer.__main__`. Checks the drafter against the target's config (its weights are not read), and
-writes `LINEAGE/{state,export}/step-00000000` below the output folder; `train --output-dir` of that folder
-goes on from there. Files of code beside the weights are never run. Must not hold the format, nor train.
+writes `LINEAGE/{state,export}/step-00000000` below the output folder, whole or not at all; `train
+--output-dir` of that folder goes on from there. Files of code beside the weights are never run. Must not hold
+the format, nor train.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +22,16 @@ from trainer.checkpoint.imported import imported_state
 from trainer.checkpoint.state import write_state
 from trainer.checkpoint.store import CheckpointStore, new_lineage
 from trainer.data.pretrained import load_config
+from trainer.data.staging import sync_path
 from trainer.drafter.exported import published_config
 from trainer.drafter.model import DrafterConfig
-from trainer.errors import EXIT_FINISHED, ConfigError, TrainerError
+from trainer.errors import EXIT_FINISHED, CheckpointError, ConfigError, TrainerError
 from trainer.eval.export_command import refuse_state
 from trainer.lifecycle.runfolder import hold_output
 from trainer.target.identity import export_identity, target_fingerprint
 from trainer.target.loader import rope_settings
+
+_BUILDING = ".import.partial"
 
 
 def run_import(args: argparse.Namespace) -> int:
@@ -68,11 +75,36 @@ def _write(exported: ExportedDrafter, args: argparse.Namespace) -> Path:
         source=args.drafter.resolve(),
         target=target,
     )
-    store = CheckpointStore(args.output / new_lineage(args.output))
-    store.prepare()
     meta = {"imported_from": args.drafter.name} | export_identity(target)
-    store.save("export", 0, lambda folder: write_export(exported.fields, exported.tensors, meta, folder))
-    return store.save("state", 0, functools.partial(write_state, state))
+    with _new_lineage(args.output) as store:
+        store.save("export", 0, lambda folder: write_export(exported.fields, exported.tensors, meta, folder))
+        store.save("state", 0, functools.partial(write_state, state))
+        lineage = _publish(store, args.output)
+    return CheckpointStore(lineage).path("state", 0)
+
+
+@contextlib.contextmanager
+def _new_lineage(output: Path) -> Iterator[CheckpointStore]:
+    """Build a lineage aside: without its state it counts as a run that begins from random weights."""
+    building = output / _BUILDING
+    try:
+        # the output is held, so whatever lies here is of an import that was killed
+        shutil.rmtree(building, ignore_errors=True)
+        store = CheckpointStore(building)
+        store.prepare()
+        yield store
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write to --output: {output} ({error.strerror or error}); free space or name another"
+        ) from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _publish(store: CheckpointStore, output: Path) -> Path:
+    lineage = store.lineage_dir.rename(output / new_lineage(output))
+    sync_path(output)
+    return lineage
 
 
 def _describe(config: DrafterConfig, settings: Any, state: Path, args: argparse.Namespace) -> str:

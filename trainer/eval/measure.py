@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trainer.data.encoded_prompts import EncodedPrompts
 from trainer.data.prompts import Prompt
 from trainer.drafter.model import Drafter
-from trainer.errors import ConfigError
 from trainer.eval.batched import decode_prompts
-from trainer.eval.prompts import encode_prompts
 from trainer.eval.report import MeasuredBlock, MeasuredPrompt
 from trainer.eval.speculative import SpeculativeResult
 from trainer.eval.speed import SpeedPlan, measure_speed
@@ -48,17 +47,9 @@ class MeasurePlan:
         return asdict(self)
 
 
-def measure(
-    target: Target, drafter: Drafter, prompts: Sequence[Prompt], plan: MeasurePlan
-) -> list[MeasuredBlock]:
-    """Decode every prompt with every block size.
-
-    Raises:
-        ConfigError: the target has no tokenizer.
-    """
-    if target.tokenizer is None:
-        raise ConfigError(f"target has no tokenizer: {target.info.path}; put its tokenizer files there")
-    encoded = encode_prompts(target.tokenizer, prompts, plan.thinking)
+def measure(target: Target, drafter: Drafter, read: EncodedPrompts, plan: MeasurePlan) -> list[MeasuredBlock]:
+    """Decode every prompt with every block size."""
+    prompts, encoded = read.prompts, read.token_ids
     timing: dict[int, dict[str, Any]] = {}
     if plan.compared_prompts:
         timing = measure_speed(

@@ -6,9 +6,10 @@ stored training state is compared by.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,18 @@ def target_fingerprint(directory: Path, *, mask_token_id: int) -> dict[str, Any]
     """Return what identifies a target independently of where its folder lies.
 
     Its weights are sampled: a fine-tuned copy has the same config and sizes, but hardly a page in common.
+
+    Raises:
+        ConfigError: a file cannot be read.
     """
     files = sorted(directory.glob("*.safetensors"))
-    return {
-        "config_sha256": hashlib.sha256((directory / "config.json").read_bytes()).hexdigest(),
-        "weight_files": {file.name: file.stat().st_size for file in files},
-        SAMPLE_KEY: sample_digest(files),
-        "mask_token_id": mask_token_id,
-    }
+    with _readable(directory):
+        return {
+            "config_sha256": hashlib.sha256((directory / "config.json").read_bytes()).hexdigest(),
+            "weight_files": {file.name: file.stat().st_size for file in files},
+            SAMPLE_KEY: sample_digest(files),
+            "mask_token_id": mask_token_id,
+        }
 
 
 def export_identity(fingerprint: Mapping[str, Any]) -> dict[str, str]:
@@ -59,7 +64,24 @@ def is_other_target(meta: Mapping[str, str], directory: Path) -> bool:
         directory: of the target.
     """
     known = meta.get(SAMPLE_KEY)
-    return known is not None and known != sample_digest(sorted(directory.glob("*.safetensors")))
+    with _readable(directory):
+        return known is not None and known != sample_digest(sorted(directory.glob("*.safetensors")))
+
+
+@contextlib.contextmanager
+def _readable(directory: Path) -> Iterator[None]:
+    """Translate what the disk says.
+
+    Raises:
+        ConfigError: a file of the target cannot be read.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the target: {error.filename or directory}: {error.strerror or error}; "
+            "copy its files again"
+        ) from error
 
 
 def sample_digest(files: Sequence[Path]) -> str:

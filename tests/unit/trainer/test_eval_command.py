@@ -16,12 +16,12 @@ import torch
 from tests.support.tiny_drafter import make_drafter, talkative_target
 from trainer.arguments import add_eval_arguments
 from trainer.checkpoint.export import copy_export, export_drafter, read_target_meta
+from trainer.data.encoded_prompts import encode_prompts
 from trainer.data.prompts import Prompt
 from trainer.errors import CheckpointError, ConfigError, DataError, DependencyError
 from trainer.eval import command, plot
 from trainer.eval.command import EvalRequest, evaluate, parse_block_sizes, run_eval, sampling_of
 from trainer.eval.markdown import render_markdown
-from trainer.eval.prompts import encode_prompts
 from trainer.eval.report import MeasuredBlock, MeasuredPrompt, build_report, render_table
 from trainer.eval.speculative import SpeculativeResult, speculative_generate
 from trainer.eval.speed import Timed, find_divergences, speed_record
@@ -235,7 +235,7 @@ def test_thinking_is_what_was_asked_for_unless_a_prompt_says_otherwise(mode: str
         Prompt("y", None, ({"role": "user", "content": "hello"},), thinking=False),
     ]
 
-    first, second = encode_prompts(EchoTokenizer(), prompts, mode)
+    first, second = encode_prompts(EchoTokenizer(), prompts, mode).token_ids
 
     assert first[0].endswith(f"thinking={expected}")
     assert second[0].endswith("thinking=False")
