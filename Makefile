@@ -28,6 +28,7 @@ system: ## install missing system packages (names them first)
 	@bash tests/support/system_packages.sh
 
 setup: system $(VENV)/.ready ## system packages, .venv with the locked packages, the page
+	@$(if $(filter setup,$(MAKECMDGOALS)),echo 'ready: `make demo` shows everything; `. $(BIN)/activate` puts dflashctl and dflash-train on your PATH',:)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is older than 3.11; set PYTHON=/path/to/python3.11" >&2; exit 2; }

@@ -332,7 +332,7 @@ def _start(
     operation = client.post(path_of("runs", name, "start"), body)
     if not is_no_wait:
         operation = wait_for_success(client, operation, timeout_s=timeout)
-        _require_started(client, name)
+        _say_warnings(_require_started(client, name))
     if is_no_wait or wait is WaitFor.STARTED:
         print_operation(operation, output, subject=name)
         return
@@ -341,11 +341,19 @@ def _start(
     emit(found, output, table=lambda: typer.echo(f"{name}: {wait.value}"))
 
 
-def _require_started(client: Client, name: str) -> None:
-    """A start that is done although its attempt is already over has not started anything."""
+def _say_warnings(attempt: Json) -> None:
+    """What the checks before the launch found wanting: it runs all the same, but not without a word."""
+    for item in attempt.get("preflight") or ():
+        if item["status"] == "warn" and item.get("message"):
+            remedy = f" (remedy: {clean(item['remedy'])})" if item.get("remedy") else ""
+            say(f"warning: {clean(item['message'])}{remedy}")
+
+
+def _require_started(client: Client, name: str) -> Json:
+    """Return the newest attempt; a start that is done although it is already over has started nothing."""
     attempt = _attempt(client.get(path_of("runs", name)))
     if attempt.get("state") != "launch_failed":
-        return
+        return attempt
     cause = attempt.get("message") or attempt.get("reason") or attempt["state"]
     raise AttemptEndedError(
         f"{name}: attempt {attempt['number']} was not launched: {clean(cause)}",

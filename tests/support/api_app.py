@@ -223,7 +223,14 @@ def seed_run(state: State, name: str = "slammed", *, node: str = "local", **chan
     return state.store.write_sync(lambda session: runs.put_run(session, spec, actor="test"))
 
 
-def seed_attempt(state: State, run: Run, *, attempt_state: str = "ready", log: bytes = b"") -> Attempt:
+def seed_attempt(
+    state: State,
+    run: Run,
+    *,
+    attempt_state: str = "ready",
+    log: bytes = b"",
+    preflight: list[dict[str, Any]] | None = None,
+) -> Attempt:
     """The run's next attempt, with a log of its own; a live one makes the run wanted."""
 
     def write(session: Any) -> Attempt:
@@ -237,6 +244,7 @@ def seed_attempt(state: State, run: Run, *, attempt_state: str = "ready", log: b
             state=attempt_state,
             generation=row.generation,
             spec=row.spec,
+            preflight=preflight,
             log_path=f"/srv/dflash/logs/train_{row.name}{row.next_attempt_number}.log",
             created_at=now,
             started_at=now,

@@ -50,6 +50,8 @@ class MeasurePlan:
 def measure(target: Target, drafter: Drafter, read: EncodedPrompts, plan: MeasurePlan) -> list[MeasuredBlock]:
     """Decode every prompt with every block size."""
     prompts, encoded = read.prompts, read.token_ids
+    sizes = ", ".join(map(str, plan.block_sizes))
+    _LOG.info("eval: %d prompts in blocks of %s, %s on %s", len(prompts), sizes, target.dtype, target.device)
     timing: dict[int, dict[str, Any]] = {}
     if plan.compared_prompts:
         timing = measure_speed(
@@ -125,6 +127,6 @@ def _speak(what: str) -> Callable[[int, int], None]:
         now_s = time.monotonic()
         if done == total or now_s - said_s >= _SAY_EVERY_S:
             said_s = now_s
-            _LOG.info("eval, %s: prompt %d of %d, %.0f s so far", what, done, total, now_s - began_s)
+            _LOG.info("eval, %s: decoded %d of %d, %.0f s so far", what, done, total, now_s - began_s)
 
     return say

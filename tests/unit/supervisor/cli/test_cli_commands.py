@@ -221,6 +221,26 @@ def test_a_start_whose_attempt_was_never_launched_is_no_success(live, run):
     assert "was not launched" in result.err
 
 
+def test_a_start_tells_what_the_checks_before_it_found_wanting(live, run):
+    checks = [
+        {
+            "name": "capability wandb",
+            "status": "warn",
+            "message": "wandb is wanted\x1b[2J",
+            "remedy": "install it",
+        },
+        {"name": "capability nvml", "status": "warn", "message": "no nvml", "remedy": ""},
+        {"name": "python", "status": "ok", "message": "3.11", "remedy": ""},
+    ]
+
+    with settle(live, first=lambda: seed_attempt(live.api.state, run, preflight=checks)):
+        result = ctl("start", "slammed")
+
+    warnings = [line for line in result.err.splitlines() if line.startswith("warning")]
+    assert result.code == 0
+    assert warnings == ["warning: wandb is wanted (remedy: install it)", "warning: no nvml"]
+
+
 def test_no_step_is_told_after_the_end(live, node):
     with settle(live):
         result = ctl("node", "deploy", "local")
