@@ -77,7 +77,9 @@ def put_in_place(scratch: Path, directory: Path, *, overwrite: bool) -> None:
                 remove_export(aside)
             if not has_come:
                 raise
-            check_output(directory, overwrite=overwrite)
+            if not overwrite:
+                check_output(directory)
+            # else it is looked at once it is moved aside: where it stands, others may be moving it
             continue
         if aside is not None:
             remove_export(aside)
@@ -132,8 +134,8 @@ def _move_aside(directory: Path) -> Path | None:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove what commands that were killed left of an export of this name."""
-    leftover = re.compile(rf"\.{re.escape(directory.name)}\.(tmp|old)-\d+")
+    """Remove what killed commands left unfinished; an export set aside may be another's to put back."""
+    leftover = re.compile(rf"\.{re.escape(directory.name)}\.tmp-\d+")
     for path in list(directory.parent.iterdir()):
         if leftover.fullmatch(path.name) and path.is_dir() and not path.is_symlink() and _is_abandoned(path):
             _LOG.info("removed an unfinished export: %s", path)

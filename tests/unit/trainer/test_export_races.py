@@ -80,7 +80,7 @@ def test_a_folder_of_others_that_came_meanwhile_stays(tmp_path: Path, monkeypatc
 
 
 def test_what_killed_exports_left_goes_and_what_others_write_stays(tmp_path: Path) -> None:
-    for name in (".out.tmp-1", ".out.old-2", ".out.tmp-3", ".out.tmp-x", ".other.tmp-1"):
+    for name in (".out.tmp-1", ".out.tmp-2", ".out.old-2", ".out.tmp-3", ".out.tmp-x", ".other.tmp-1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
     (tmp_path / ".out.tmp-1" / "notes.txt").write_text("precious")
@@ -90,7 +90,7 @@ def test_what_killed_exports_left_goes_and_what_others_write_stays(tmp_path: Pat
     export_drafter(make_drafter(), None, tmp_path / "out")
     os.close(busy)
 
-    assert _names(tmp_path) == [".other.tmp-1", ".out.tmp-1", ".out.tmp-3", ".out.tmp-x", "out"]
+    assert _names(tmp_path) == [".other.tmp-1", ".out.old-2", ".out.tmp-1", ".out.tmp-3", ".out.tmp-x", "out"]
     assert _names(tmp_path / ".out.tmp-1") == ["notes.txt"]
 
 
