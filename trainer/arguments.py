@@ -8,7 +8,7 @@ command's.
 from __future__ import annotations
 
 import argparse
-import errno
+import contextlib
 import os
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from trainer.config import DTYPE_CHOICES
 DEFAULT_MAX_NEW_TOKENS = 128
 """Length limit of `eval`, per prompt."""
 DTYPE_NAMES = (*DTYPE_CHOICES, "bfloat16", "float32")
-"""What `generate` can load weights as."""
+"""What `generate` and `eval` can load weights as."""
 
 
 def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -200,15 +200,16 @@ def given_path(text: str) -> Path:
     """Read a path that a file system can hold.
 
     Raises:
-        argparse.ArgumentTypeError: it is empty, or its name is too long to be looked for.
+        argparse.ArgumentTypeError: it is empty, or the system refuses to look for it.
     """
     if not text:
         raise argparse.ArgumentTypeError("the path is empty; name one, the current folder is .")
     try:
-        os.lstat(text)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # each command says what it misses
+            os.lstat(text)
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise argparse.ArgumentTypeError(f"the path is too long: {text[:80]}…") from error
+        shown = text if len(text) <= 80 else f"{text[:80]}…"
+        raise argparse.ArgumentTypeError(f"no path to look for: {shown} ({error.strerror})") from error
     return Path(text)
 
 

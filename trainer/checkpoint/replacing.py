@@ -93,9 +93,10 @@ def in_use(scratch: Path) -> Iterator[None]:
     """Mark a folder of unfinished work as that of a living process, under whatever name it ends."""
     descriptor = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # where the file system knows no locks, leftovers cannot be told apart and stay
-        with contextlib.suppress(OSError):
+        try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            _LOG.warning("if this command is killed, %s stays: no locks there (%s)", scratch, error.strerror)
         yield
     finally:
         os.close(descriptor)
@@ -145,14 +146,15 @@ def _sweep(directory: Path) -> None:
 def _is_abandoned(folder: Path) -> bool:
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
+    except (BlockingIOError, FileNotFoundError):  # a living command has it, or another removed it just now
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
+        _LOG.warning("what a killed export may have left stays: %s (%s)", folder, error.strerror or error)
         return False
-    finally:
-        os.close(descriptor)
     return True
 
 
