@@ -209,7 +209,7 @@ def given_path(text: str) -> Path:
             os.lstat(text)
     except OSError as error:
         shown = text if len(text) <= 80 else f"{text[:80]}…"
-        raise argparse.ArgumentTypeError(f"no path to look for: {shown} ({error.strerror})") from error
+        raise argparse.ArgumentTypeError(f"the path is unusable: {shown} ({error.strerror})") from error
     return Path(text)
 
 

@@ -35,7 +35,14 @@ from trainer.errors import ConfigError
 from trainer.eval.online import OnlineEvaluation, Surroundings
 from trainer.optim.adamw import AdamWSettings, MasterAdamW
 from trainer.optim.replicas import ReplicaGroup
-from trainer.pipeline.devices import available_bytes, cpu_threads, pick_attention, pick_dtype, worker_names
+from trainer.pipeline.devices import (
+    available_bytes,
+    cpu_threads,
+    dtype_name,
+    pick_attention,
+    pick_dtype,
+    worker_names,
+)
 from trainer.pipeline.messages import BatchPlanItem
 from trainer.pipeline.nodes import Nodes
 from trainer.pipeline.queues import FeedQueue, HiddenStatesQueue
@@ -212,7 +219,7 @@ def _build_drafter(
         shape.block_size,
         list(shape.target_layer_ids),
         f"{sum(p.numel() for p in drafter.parameters()):,}",
-        str(dtype).removeprefix("torch."),
+        dtype_name(dtype),
         device,
     )
     for shared in config.devices.shared():
@@ -301,7 +308,7 @@ def run_identity(
 
 
 def _dtype_names(choice: str, devices: Sequence[str]) -> list[str]:
-    return sorted({str(pick_dtype(choice, device)).removeprefix("torch.") for device in devices})
+    return sorted({dtype_name(pick_dtype(choice, device)) for device in devices})
 
 
 def open_lines(config: TrainConfig, parts: Parts, board: Board) -> Lines:

@@ -36,6 +36,7 @@ from trainer.checkpoint.drafter_format import (
 )
 from trainer.checkpoint.replacing import check_output, in_use, put_in_place
 from trainer.errors import CheckpointError
+from trainer.pipeline.devices import dtype_name
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -253,7 +254,7 @@ def check_export(directory: Path) -> ExportReport:
         tensors=len(tensors),
         parameters=sum(tensor.numel() for tensor in tensors),
         nbytes=sum(tensor.nbytes for tensor in tensors),
-        dtypes=tuple(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})),
+        dtypes=tuple(sorted({dtype_name(tensor.dtype) for tensor in tensors})),
         block_size=int(exported.fields["block_size"]),
         target_layer_ids=tuple(exported.fields["target_layer_ids"]),
     )

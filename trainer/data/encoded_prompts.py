@@ -67,10 +67,7 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt], thinking: str) -> 
     if tokenizer is None or not tokenizer.chat_template:
         lacking = "no tokenizer" if tokenizer is None else "no chat template"
         raise ConfigError(f"target has {lacking}, so no prompt can be rendered: add its files to its folder")
-    if thinking != "template" and "enable_thinking" not in str(tokenizer.chat_template):
-        raise ConfigError(
-            f"thinking {thinking} has no effect: the target's chat template has no enable_thinking"
-        )
+    check_thinking(tokenizer, thinking)
     encoded = EncodedPrompts()
     for prompt in prompts:
         _add(encoded, tokenizer, prompt, thinking)
@@ -90,6 +87,19 @@ def encode_some(tokenizer: Any, prompts: Sequence[Prompt], thinking: str) -> Enc
     if not encoded.prompts:
         raise DataError(encoded.why_none())
     return encoded
+
+
+def check_thinking(tokenizer: Any, thinking: str) -> None:
+    """Refuse a choice that the chat template has no switch for.
+
+    Raises:
+        ConfigError: `on` or `off` would change nothing.
+    """
+    if thinking != "template" and "enable_thinking" not in str(tokenizer.chat_template):
+        raise ConfigError(
+            f"--thinking {thinking} has no effect: the target's chat template has no enable_thinking; "
+            "leave it out"
+        )
 
 
 def thinking_of(prompt: Prompt, thinking: str) -> bool | None:

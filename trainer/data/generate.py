@@ -22,7 +22,7 @@ import torch
 
 from trainer.data.completions import PROMPTS_SUFFIX, RowFile, locked_output, template_inputs
 from trainer.data.decoding import Completion, DecodingStats, Request
-from trainer.data.encoded_prompts import EncodedPrompts, encode_prompts
+from trainer.data.encoded_prompts import EncodedPrompts, check_thinking, encode_prompts
 from trainer.data.pretrained import get_tokenizer, load_config, stop_token_ids
 from trainer.data.prompts import Prompt, read_prompts
 from trainer.data.self_prompts import DrawSettings, UserHeader, find_user_header, sample_prompts
@@ -30,7 +30,7 @@ from trainer.data.server_command import check_server_flags, run_by_server
 from trainer.data.target_decoding import DecodingLimits, Target
 from trainer.data.token_choice import Sampling
 from trainer.errors import ConfigError, DataError
-from trainer.pipeline.devices import pick_dtype
+from trainer.pipeline.devices import dtype_name, pick_dtype
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.base_url is not None:
         return run_by_server(args)
     tokenizer = get_tokenizer(args.target_model, needs_chat_template=True)
-    _check_thinking(args, tokenizer)
+    check_thinking(tokenizer, args.thinking)
     _check_context(args)
     file = read_prompts(args.prompts) if args.prompts is not None else None
     header = find_user_header(tokenizer) if file is None else None
@@ -195,7 +195,7 @@ def _settings(args: argparse.Namespace, tokenizer: Any, header: UserHeader | Non
         "chat_template": tokenizer.chat_template,
         "decoding": "greedy",
         "max_new_tokens": args.max_new_tokens,
-        "dtype": str(_dtype(args)).removeprefix("torch."),
+        "dtype": dtype_name(_dtype(args)),
     }
     if args.thinking != "template":
         settings["thinking"] = args.thinking
@@ -229,13 +229,6 @@ def _check_flags(args: argparse.Namespace) -> None:
     elif args.model is not None:
         raise ConfigError(
             f"--model names a target of a server: give --base-url too, or leave it out: {args.model}"
-        )
-
-
-def _check_thinking(args: argparse.Namespace, tokenizer: Any) -> None:
-    if args.thinking != "template" and "enable_thinking" not in str(tokenizer.chat_template):
-        raise ConfigError(
-            f"--thinking {args.thinking} has no effect: the target's chat template has no enable_thinking"
         )
 
 

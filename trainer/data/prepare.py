@@ -26,6 +26,7 @@ from jinja2 import TemplateError
 
 from trainer.data.chat import ChatEncoder, ChatSample, EncodedChat, Turn
 from trainer.data.conversations import Conversation, parse_conversation, split_key
+from trainer.data.encoded_prompts import check_thinking
 from trainer.data.output_folder import refuse_inside
 from trainer.data.prepare_report import DROP_REASONS, PrepareReport
 from trainer.data.pretrained import TOKENIZER_FILES, get_tokenizer, stop_token_ids
@@ -185,11 +186,7 @@ def run_prepare(args: argparse.Namespace) -> int:
     if not 0.0 <= args.held_out_ratio < 1.0:
         raise ConfigError(f"--held-out-ratio must be from 0 to below 1: {args.held_out_ratio}")
     tokenizer = get_tokenizer(args.target_model, needs_chat_template=True)
-    if args.thinking != "template" and "enable_thinking" not in str(tokenizer.chat_template):
-        raise ConfigError(
-            f"--thinking {args.thinking} has no effect: the target's chat template has no enable_thinking; "
-            "leave the flag out"
-        )
+    check_thinking(tokenizer, args.thinking)
     encoder = ChatEncoder(
         tokenizer, stop_ids=stop_token_ids(args.target_model, tokenizer), thinking=_thinking(args)
     )

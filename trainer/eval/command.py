@@ -35,7 +35,7 @@ from trainer.eval.report import build_report, render_table
 from trainer.eval.verify import Sampling
 from trainer.lifecycle.results import ResultFile, check_results, is_record, write_result
 from trainer.lifecycle.runfolder import describe_code
-from trainer.pipeline.devices import pick_dtype
+from trainer.pipeline.devices import dtype_name, pick_dtype
 from trainer.target.capture import Target
 from trainer.target.identity import is_other_target
 from trainer.target.loader import load_target
@@ -208,7 +208,7 @@ def _describe_process(place: torch.device, dtype: torch.dtype) -> dict[str, Any]
     return {
         "device": str(place),
         "device_name": torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu",
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "threads": torch.get_num_threads(),
         "command": sys.argv[1:],
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -20,6 +20,7 @@ from trainer.eval.report import MeasuredBlock, MeasuredPrompt
 from trainer.eval.speculative import SpeculativeResult
 from trainer.eval.speed import SpeedPlan, measure_speed
 from trainer.eval.verify import Sampling
+from trainer.pipeline.devices import dtype_name
 from trainer.target.capture import Target
 
 _LOG = logging.getLogger(__name__)
@@ -51,7 +52,13 @@ def measure(target: Target, drafter: Drafter, read: EncodedPrompts, plan: Measur
     """Decode every prompt with every block size."""
     prompts, encoded = read.prompts, read.token_ids
     sizes = ", ".join(map(str, plan.block_sizes))
-    _LOG.info("eval: %d prompts in blocks of %s, %s on %s", len(prompts), sizes, target.dtype, target.device)
+    _LOG.info(
+        "eval: %d prompts in blocks of %s, %s on %s",
+        len(prompts),
+        sizes,
+        dtype_name(target.dtype),
+        target.device,
+    )
     timing: dict[int, dict[str, Any]] = {}
     if plan.compared_prompts:
         timing = measure_speed(

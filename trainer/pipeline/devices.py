@@ -47,6 +47,11 @@ def pick_dtype(choice: str, device: str) -> torch.dtype:
     return torch.bfloat16 if choice in ("bf16", "bfloat16") else torch.float32
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype as records and logs name it: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def has_fast_bf16() -> bool:
     """Tell whether this processor multiplies bf16 faster than fp32."""
     find = getattr(torch.cpu, "get_capabilities", None)  # not in torch 2.11

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from trainer.errors import ConfigError, PipelineError
 from trainer.flags import World
+from trainer.pipeline.devices import dtype_name
 from trainer.pipeline.pulse import Pulse, StopNote
 from trainer.pipeline.workers import Board
 
@@ -104,7 +105,7 @@ class Nodes:
         """Return rank 0's tensors (on the CPU); the others bring None."""
         mine = dict(tensors or {})
         header = self.share(
-            {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in mine.items()}
+            {name: [dtype_name(t.dtype), list(t.shape)] for name, t in mine.items()}
             if self.rank == 0
             else None
         )
