@@ -159,6 +159,8 @@ def _run(words: list[str]) -> int:
     if command == "train":
         return _train(words[1:])
     arguments = build_parser(command).parse_args(words[1:])
+    if "torch" not in sys.modules:
+        _LOG.info("%s: loading torch", command)
     with raising_on_stop():
         code: int = getattr(importlib.import_module(_MODULES[command][1]), f"run_{command}")(arguments)
     return code

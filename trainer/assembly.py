@@ -130,6 +130,7 @@ def load_parts(
         imported: config fields of the published drafter that the run began with; None = shape by `config`.
     """
     enter("data")
+    _LOG.info("data: reading %s", config.paths.data_dir)
     torch.set_num_threads(cpu_threads(config))
     corpus = Corpus.open(
         config.paths.data_dir,
@@ -147,6 +148,7 @@ def load_parts(
     objective = Objective.from_config(config.loss).describe(decay_gamma=config.loss.decay_gamma)
     _LOG.info("objective: %s", objective)
     enter("target: batch against single sequences")
+    _LOG.info("target: comparing a batch with single sequences")
     check = check_batching(targets[0], corpus, replicas[0].drafter.config.target_layer_ids)
     _LOG.info("target: a batch differs from single sequences by %.1e of the states' size", check.worst[1])
     sampler, plan = _plan_packs(config, corpus, ranks)

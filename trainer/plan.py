@@ -1,6 +1,6 @@
 """`dflash-train plan`: what a configuration needs and brings, before it is run.
 
-Called by `trainer.__main__` with the flags of `train`. Prints a table (and writes JSON), and refuses what
+Called by `trainer.__main__` with the flags of `train`. Prints a report (and writes JSON), and refuses what
 cannot fit with exit 2. Reads data and target config; loads weights only to measure. Must not write anything
 but the file that was asked for.
 """
@@ -21,7 +21,7 @@ from trainer.errors import ConfigError
 from trainer.flags import resolve, set_allocator_defaults
 from trainer.lifecycle.results import ResultFile, check_results, is_record, write_result
 from trainer.pipeline.devices import check_devices, cpu_threads
-from trainer.planning.facts import Facts, read_facts
+from trainer.planning.facts import Facts, free_now, read_facts
 from trainer.planning.fit import find_ways_out, refusal
 from trainer.planning.measure import Measured, measure
 from trainer.planning.packs import PackFacts
@@ -32,6 +32,7 @@ from trainer.planning.render import (
     render_packs,
     render_shared_rates,
     render_split,
+    render_verdict,
     split_record,
 )
 from trainer.planning.split import Rates, best_split, counted_rates, evaluate
@@ -59,9 +60,13 @@ def run_plan(arguments: Namespace) -> int:
     _check_flags(arguments, config)
     set_allocator_defaults()
     torch.set_num_threads(cpu_threads(config))
+    _LOG.info("plan: reading the lengths of %s", config.paths.data_dir)
     facts = read_facts(config, gpu_gib=arguments.gpu_memory_gib)
+    _LOG.info("plan: predicting memory by dry runs")
     budgets, packs = facts.budgets(config), facts.packs(config)
-    blocks = [render_packs(packs, epochs=config.optim.epochs), *render_budgets(budgets)]
+    free = {} if arguments.gpu_memory_gib else free_now(config)
+    blocks = [render_packs(packs, epochs=config.optim.epochs), *render_budgets(budgets, free)]
+    _print_now(ladder(blocks) + "\n")
     too_large = next((budget for budget in budgets if budget.verdict == "too large"), None)
     record: dict[str, Any] = {
         "v": PLAN_VERSION,
@@ -73,11 +78,11 @@ def run_plan(arguments: Namespace) -> int:
     # what does not fit cannot be measured: the split is by counted work then
     arguments.no_measure |= too_large is not None
     text, throughput = _throughput(config, facts, packs, arguments)
-    blocks.append(text)
+    _print_now(f"{text}\n{render_verdict(budgets, free)}\n")
     record |= throughput
-    sys.stdout.write(ladder(blocks))
     error: ConfigError | None = None
     if too_large is not None:
+        _LOG.info("plan: looking for settings that fit")
         error = refusal(too_large, find_ways_out(config, too_large, facts.budget_like))
     record["refusal"] = None if error is None else str(error)
     if arguments.json is not None:
@@ -86,6 +91,12 @@ def run_plan(arguments: Namespace) -> int:
     if error is not None:
         raise error
     return 0
+
+
+def _print_now(text: str) -> None:
+    """Write a part of the report at once: what follows takes long."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _check_flags(arguments: Namespace, config: TrainConfig) -> None:
@@ -121,7 +132,8 @@ def _throughput(
         rates = measured.rates
     present = {*config.devices.targets(), *config.devices.drafters()}
     if present == {"cpu"} and not arguments.gpus:
-        return render_shared_rates(rates), {
+        tokens = packs.tokens_per_epoch * config.optim.epochs
+        return render_shared_rates(rates, tokens=tokens), {
             "measured": None if measured is None else _measured_record(measured),
             "split": None,
         }

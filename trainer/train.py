@@ -374,6 +374,7 @@ class Trainer:
             self._leave_if_stopped()
             self._start_watch.enter(f"compiling for bucket {item.bucket}")
             started_s = time.monotonic()
+            _LOG.info("warming up bucket %d, %d samples", item.bucket, len(item.sample_ids))
             self._status.set_phase("compiling", f"bucket {item.bucket}, {len(item.sample_ids)} samples")
             with self._board.quiet("warm-up"):
                 pack, *_ = [worker.compute(item) for worker in targets]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -40,6 +41,8 @@ from trainer.pipeline.devices import dtype_name
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+_LOG = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -268,6 +271,7 @@ def copy_export(source: Path, output: Path, *, overwrite: bool = False) -> Expor
         ConfigError: the output is no export that may be replaced, or overlaps with the source.
     """
     check_output(output, source=source, overwrite=overwrite)
+    _LOG.info("export: copying %s to %s", source, output)
     exported = read_export(source)
     meta = read_target_meta(source) | {"source": str(source)}
     write_export(exported.fields, exported.tensors, meta, output, overwrite=overwrite)

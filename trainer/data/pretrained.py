@@ -26,6 +26,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from trainer.errors import CheckpointError, ConfigError, OutOfMemoryError
+from trainer.telemetry.metrics import size_text
 
 _LOG = logging.getLogger(__name__)
 
@@ -108,6 +109,8 @@ def load_causal_lm(
             config.model_type,
         )
         attn = "eager"
+    weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    _LOG.info("loading the target onto %s: %s, %s of weights", device, directory, size_text(weights))
     # cuDNN's attention plans anew for each shape, and packs, drafts and prompts change shape all the time
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     hf_logging.disable_progress_bar()

@@ -136,10 +136,12 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
     # Speculative output equals plain output exactly only in fp32; serving runs in bf16, on GPUs always.
     dtype = pick_dtype(request.dtype, place.type)
     prompt_file = read_prompts(request.prompts)
+    _LOG.info("eval: loading the drafter %s", request.drafter)
     drafter = load_drafter(request.drafter, device=place, dtype=dtype)
     target = load_target(request.target_model, device=place, dtype=dtype)
     _check_pair(target, drafter)
     if place.type == "cpu":
+        _LOG.info("eval: laying the weights out for this processor")
         target.pack()
         pack_linears(drafter)
     trained_size = drafter.config.block_size

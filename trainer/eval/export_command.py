@@ -8,6 +8,7 @@ looking at one before it is served, and for drafters that others published. The 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from trainer.checkpoint.export import copy_export
 from trainer.errors import EXIT_FINISHED, CheckpointError, ConfigError
 from trainer.eval.export_check import inspect_export, render_checks
 from trainer.target.loader import load_target
+
+_LOG = logging.getLogger(__name__)
 
 
 def run_export(args: argparse.Namespace) -> int:
@@ -54,6 +57,7 @@ def _check(directory: Path, target_model: Path | None) -> int:
     target = None
     if target_model is not None:
         target = load_target(target_model, device="cpu", dtype=torch.float32)
+    _LOG.info("export: checking every file of %s, then one draft step", directory)
     checks = inspect_export(directory, target)
     sys.stdout.write(render_checks(checks))
     failed = [check.name for check in checks if not check.is_passed]

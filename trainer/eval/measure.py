@@ -61,6 +61,9 @@ def measure(target: Target, drafter: Drafter, read: EncodedPrompts, plan: Measur
     )
     timing: dict[int, dict[str, Any]] = {}
     if plan.compared_prompts:
+        _LOG.info(
+            "eval, speed: a warm-up, then plain and speculative decoding in %d rounds", plan.speed_rounds
+        )
         timing = measure_speed(
             target,
             drafter,

@@ -7,6 +7,7 @@ as a question needs.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -149,6 +150,18 @@ def read_facts(config: TrainConfig, *, gpu_gib: float | None = None) -> Facts:
         vocab_size=read_vocab_size(Path(config.paths.target_model)),
     )
     return outline_facts(config, lengths=corpus.lengths.tolist(), gpu_gib=gpu_gib)
+
+
+def free_now(config: TrainConfig) -> dict[str, int]:
+    """Ask every present GPU of the configuration for the bytes that no process uses."""
+    devices = {*config.devices.targets(), *config.devices.drafters()} - {"cpu"}
+    free: dict[str, int] = {}
+    for device in sorted(devices):
+        if int(device[5:]) < torch.cuda.device_count():
+            # a GPU so full that it cannot even be asked is told by what loads there
+            with contextlib.suppress(RuntimeError):
+                free[device] = int(torch.cuda.mem_get_info(device)[0])
+    return free
 
 
 def outline_facts(config: TrainConfig, *, lengths: Sequence[int], gpu_gib: float | None = None) -> Facts:

@@ -8,6 +8,7 @@ Dimension suffixes: B batch, S padded length.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -31,7 +32,9 @@ from trainer.planning.split import Rates
 from trainer.target.capture import Target
 from trainer.target.loader import load_target
 
-REPEATS = 3
+_LOG = logging.getLogger(__name__)
+
+WARM_UPS, REPEATS = 2, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,9 @@ def measure(config: TrainConfig, drafter: DrafterConfig, packs: PackFacts) -> Me
         embed_scale=target.info.embed_scale,
         logit_softcap=target.info.logit_softcap,
     )
+    tokens = sum(packs.common_lengths)
+    told = f"{WARM_UPS + REPEATS} passes of a pack of {tokens:,} tokens"
+    _LOG.info("plan: measuring the target on %s, %s", target_device, told)
     with on_device(torch.device(target_device)):
         target_s, target_peak = _time(prefill(config, target, drafter, packs), target_device)
     del target  # the drafter may have the same device
@@ -71,9 +77,9 @@ def measure(config: TrainConfig, drafter: DrafterConfig, packs: PackFacts) -> Me
         embed_scale=ends.embed_scale,
         logit_softcap=ends.logit_softcap,
     )
+    _LOG.info("plan: measuring the drafter on %s, %s", drafter_device, told)
     with on_device(torch.device(drafter_device)):
         drafter_s, drafter_peak = _time(drafter_step(config, drafter, ends, packs), drafter_device)
-    tokens = sum(packs.common_lengths)
     return Measured(
         rates=Rates(target=tokens / target_s, drafter=tokens / drafter_s, is_measured=True),
         tokens=tokens,
@@ -142,12 +148,12 @@ def drafter_step(
 
 
 def _time(work: Callable[[], object], device: str) -> tuple[float, int | None]:
-    """Return the median seconds of a few runs after two that warm up, and the peak of allocated bytes."""
+    """Return the median seconds of a few runs after some that warm up, and the peak of allocated bytes."""
     is_cuda = device != "cpu"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    work()
-    work()
+    for _ in range(WARM_UPS):
+        work()
     durations: list[float] = []
     for _ in range(REPEATS):
         if is_cuda:

@@ -94,6 +94,13 @@ def flatten(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return flat
 
 
+def size_text(nbytes: int) -> str:
+    """Return bytes for people, in the unit in which they are neither 0.00 nor thousands."""
+    if nbytes >= 1000 << 20:
+        return f"{nbytes / (1 << 30):,.2f} GiB"
+    return f"{nbytes / (1 << 20):,.1f} MiB" if nbytes >= 1000 << 10 else f"{nbytes / (1 << 10):,.1f} KiB"
+
+
 def bucket_entropy(counts: Sequence[int]) -> float | None:
     """Return the Shannon entropy in nats of how packs spread over the buckets; None without packs."""
     total = sum(counts)

@@ -258,7 +258,10 @@ def inputs(tmp_path: Path) -> dict[str, Path]:
     }
 
 
-def test_eval_measures_all_prompts_and_writes_record_page_and_figure(inputs, tmp_path, capsys) -> None:
+def test_eval_measures_all_prompts_and_writes_record_page_and_figure(
+    inputs, tmp_path, capsys, caplog
+) -> None:
+    caplog.set_level("INFO")
     parser = argparse.ArgumentParser()
     add_eval_arguments(parser)
     out = tmp_path / "out"
@@ -280,6 +283,10 @@ def test_eval_measures_all_prompts_and_writes_record_page_and_figure(inputs, tmp
         assert 1.0 <= block["acceptance_length"] < 2.0
         assert len(block["offsets"]) == block["block_size"] - 1
         assert set(block["domains"]) == {"code", "lists"}
+    begun = [text for text in caplog.messages if "decoded" not in text and "loading" in text]
+    assert begun[0] == f"eval: loading the drafter {inputs['drafter']}"
+    assert begun[1].startswith(f"loading the target onto cpu: {inputs['target_model']}, ")
+    assert "eval, speed: a warm-up, then plain and speculative decoding in 2 rounds" in caplog.messages
     table = capsys.readouterr().out
     assert f"acceptance length  {report['acceptance_length']:.2f}" in table
     assert "lists" in table

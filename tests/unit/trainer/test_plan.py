@@ -30,7 +30,7 @@ from trainer.planning.fit import GIB, find_ways_out, refusal, with_value
 from trainer.planning.meter import PeakMeter
 from trainer.planning.outline import DrafterLoad, drafter_needs, measure_microbatch, target_needs
 from trainer.planning.packs import pack_facts
-from trainer.planning.render import render_budgets
+from trainer.planning.render import render_budgets, render_verdict
 from trainer.planning.split import Rates, best_split, counted_rates, drafter_flops, evaluate
 from trainer.target.loader import load_target, outline_target
 
@@ -409,9 +409,9 @@ def test_alike_workers_are_planned_alike_and_shown_once(folder):
         *(f"drafter on cuda:{n}" for n in range(4, 7)),
     ]
     assert [table.split("  ")[0] for table in tables] == [
-        "target on cuda:0, cuda:1, cuda:2, cuda:3: each",
+        "target on cuda:0 to cuda:3, each",
         "drafter on cuda:4",
-        "drafter on cuda:5, cuda:6: each",
+        "drafter on cuda:5, cuda:6, each",
     ]
     for budget in budgets:
         assert facts.budget_like(config, budget) == budget
@@ -486,6 +486,28 @@ def test_target_and_drafter_of_one_gpu_share_its_memory(folder):
     assert together[0].total == sum(budget.total for budget in separate)
 
 
+def _budget(name, nbytes, limit):
+    return Budget(name=name, terms=(Term("weights", nbytes, "all"), Term("none", 0)), limit=limit)
+
+
+def test_a_table_has_sizes_in_units_one_below_the_other_and_no_zeros():
+    [table] = render_budgets([_budget("drafter on cuda:1", 3 << 20, 2 * GIB)], {"cuda:1": GIB})
+
+    head, term = table.splitlines()
+    assert head.index("MiB") == term.index("MiB")
+    assert head.endswith("3.0 MiB  of 2.00 GiB (1.00 GiB free now), 2.00 GiB to spare")
+    assert term.endswith("3.0 MiB  all")
+
+
+def test_the_verdict_names_the_tightest_and_what_other_processes_hold():
+    budgets = [_budget("drafter on cuda:1", 3 * GIB, 4 * GIB), _budget("host", GIB, 40 * GIB)]
+
+    fits, held = render_verdict(budgets), render_verdict(budgets, {"cuda:1": 2 * GIB})
+
+    assert fits == "verdict   fits; tightest: drafter on cuda:1, 1.00 GiB to spare"
+    assert "not now: drafter on cuda:1 needs 3.00 GiB and 2.00 GiB are free" in held
+
+
 # --- the command ----------------------------------------------------------------------------------------
 
 
@@ -519,7 +541,15 @@ def test_the_command_measures_and_recommends(folder, capsys, tmp_path):
     assert record["split"]["best"] == {"targets": 1, "drafters": 3, "tokens_per_s": 3 * tokens / 2.0}
     assert record["split"]["configured"] == {"targets": 1, "drafters": 1, "tokens_per_s": tokens / 2.0}
     assert record["measured"]["drafter_peak_bytes"] is None
-    assert "split  of 4: " in output.out
+    assert "split     of 4: 1 target + 3 drafter, " in output.out
+    told = [line.split(" MainThread ")[1] for line in output.err.splitlines() if " INFO " in line]
+    assert [line.partition(",")[0] for line in told] == [
+        f"plan: reading the lengths of {folder / 'data'}",
+        "plan: predicting memory by dry runs",
+        f"loading the target onto cpu: {folder / 'tiny-target-0'}",
+        "plan: measuring the target on cpu",
+        "plan: measuring the drafter on cpu",
+    ]
     assert [memory["name"] for memory in record["memory"]] == ["host", "disk of --output-dir"]
     assert record["packs"]["total_steps"] == 18
 
@@ -545,7 +575,8 @@ def test_the_command_refuses_what_cannot_fit_with_exit_2(folder, capsys, tmp_pat
     )
 
     assert code == 2
-    assert "too large" in output.out
+    assert "of 716.8 MiB, too large by " in output.out
+    assert "verdict   too large: target on cuda:0; drafter on cuda:1\n" in output.out
     assert "target on cuda:0 needs" in json.loads(record_file.read_text())["refusal"]
     assert not (folder / "out").exists()
 
@@ -562,7 +593,8 @@ def test_planning_for_absent_gpus_needs_no_measurement_and_says_so(folder, capsy
 
     assert code == 0
     assert "not measured; by counted work" in output.out
-    assert "drafter on cuda:6, cuda:7: each" in output.out
+    assert "drafter on cuda:6, cuda:7, each" in output.out
+    assert "not judged, as the size is not known: host; disk of --output-dir" in output.out
     assert "sum over drafters" in output.out
 
 
