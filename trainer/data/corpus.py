@@ -21,7 +21,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.sources import READ_REASONS, import_pyarrow, list_data_files, read_rows, table_batches
+from trainer.data.sources import (
+    READ_REASONS,
+    import_pyarrow,
+    list_data_files,
+    read_rows,
+    table_batches,
+    unchanging,
+)
 from trainer.data.staging import find_interrupted
 from trainer.data.token_store import CHUNK_TOKENS, TokenStore
 from trainer.errors import DataError
@@ -130,15 +137,13 @@ class Corpus(Sequence[Sample]):
             vocab_size: rows of the target's embedding.
 
         Raises:
-            DataError: nothing to read, an unreadable file, a directory that `prepare` has half filled, or no
-                usable row at all.
+            DataError: nothing to read, an unreadable file, a directory that `prepare` has half filled, files
+                that change meanwhile, or no usable row at all.
             DependencyError: Parquet or Arrow files, and no pyarrow.
         """
-        interrupted = find_interrupted(Path(path))
-        if interrupted:
-            raise DataError(f"data directory is not whole: {path}: {interrupted}")
         report = CorpusReport()
-        corpus = cls(_good_samples(list_data_files(Path(path)), report, max_seq_len, vocab_size), report)
+        with unchanging("data", lambda: _whole_set(Path(path))) as files:
+            corpus = cls(_good_samples(files, report, max_seq_len, vocab_size), report)
         if not len(corpus):
             raise DataError(f"no usable sample in {path}: {report.render()}; first places: {report.examples}")
         return corpus
@@ -166,6 +171,13 @@ class Corpus(Sequence[Sample]):
     def lengths(self) -> NDArray[np.int64]:
         """Tokens per sample."""
         return np.diff(self.offsets)
+
+
+def _whole_set(path: Path) -> list[Path]:
+    interrupted = find_interrupted(path)
+    if interrupted:
+        raise DataError(f"data directory is not whole: {path}: {interrupted}")
+    return list_data_files(path)
 
 
 def _good_samples(

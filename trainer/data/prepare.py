@@ -30,7 +30,7 @@ from trainer.data.encoded_prompts import check_thinking
 from trainer.data.output_folder import refuse_inside
 from trainer.data.prepare_report import DROP_REASONS, PrepareReport
 from trainer.data.pretrained import TOKENIZER_FILES, get_tokenizer, stop_token_ids
-from trainer.data.sources import SourceRow, list_data_files, read_rows
+from trainer.data.sources import SourceRow, list_data_files, read_rows, unchanging
 from trainer.data.staging import PreparedSample, Staging, locked_output
 from trainer.errors import ConfigError, DataError
 
@@ -219,7 +219,8 @@ def _prepare_all(
     """Read everything that is left, put the result in place, and return the report."""
     if staging.open():
         log.info("going on behind row %d of %s", staging.progress.row, files[staging.progress.file].name)
-    report = _read_all(staging, files, ChatPreparer(encoder, max_seq_len=args.max_seq_len), args)
+    with unchanging("--input", lambda: _input_files(args.input)):
+        report = _read_all(staging, files, ChatPreparer(encoder, max_seq_len=args.max_seq_len), args)
     if not report.train:
         staging.discard()
         raise DataError(

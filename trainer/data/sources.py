@@ -8,7 +8,8 @@ counts it; a file that cannot be read is a `DataError`. Must not know what rows 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,41 @@ def list_data_files(path: Path) -> list[Path]:
     if not files:
         raise DataError(f"no {', '.join(SUFFIXES)} file directly in the data directory: {path}{_hint(path)}")
     return files
+
+
+@contextmanager
+def unchanging(what: str, list_files: Callable[[], Sequence[Path]]) -> Iterator[Sequence[Path]]:
+    """Hand out files to be read, and see to it that nobody wrote, replaced, added or removed one meanwhile.
+
+    Raises:
+        DataError: names the first one that changed; what was read may be parts of two data sets.
+    """
+    files = list_files()
+    before = _states(files)
+    yield files
+    try:
+        after = _states(list_files())
+    except DataError:  # they are gone altogether
+        after = {}
+    changed = sorted(
+        str(path) for path in before.keys() | after.keys() if before.get(path) != after.get(path)
+    )
+    if changed:
+        raise DataError(
+            f"{what} changed while it was read: {changed[0]}; run this again when nothing writes there"
+        )
+
+
+def _states(files: Sequence[Path]) -> dict[Path, tuple[int, int, int] | None]:
+    states: dict[Path, tuple[int, int, int] | None] = {}
+    for file in files:
+        try:
+            found = file.stat()
+        except OSError:
+            states[file] = None
+        else:
+            states[file] = found.st_ino, found.st_size, found.st_mtime_ns
+    return states
 
 
 def read_rows(file: Path, *, skip: int = 0, columns: Sequence[str] | None = None) -> Iterator[SourceRow]:

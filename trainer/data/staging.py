@@ -258,7 +258,9 @@ def find_interrupted(directory: Path) -> str | None:
     Raises:
         DataError: nobody can tell, see `_read_state`.
     """
-    state = _read_state(directory / PARTIAL_DIR)
+    # its held-out files are put in place together with the others
+    output = directory.parent if directory.name == HELD_OUT_DIR else directory
+    state = _read_state(output / PARTIAL_DIR)
     if state is None or state.get("phase") == "reading":
         return None
     return "prepare was cut off while it put its files in place, run it again"
