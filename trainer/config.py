@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from trainer.errors import ConfigError
 
 MOST_NUMBER = 2**53
 """Of a key without a range of its own: nothing that is counted or measured here comes near."""
+MOST_SECONDS = 31_536_000
+"""Of a key in seconds: a year. Beyond some three hundred of them the calls that wait refuse the number."""
 
 
 def setting(
@@ -43,15 +46,24 @@ def _check_value(where: str, value: Any, meta: Mapping[str, Any]) -> None:
         raise ConfigError(f"{where} must be one of {choices}: {value!r}")
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{where} must be a finite number: {value}")
     if meta["ge"] is not None and value < meta["ge"]:
-        raise ConfigError(f"{where} must be at least {meta['ge']}: {value}")
+        raise ConfigError(f"{where} must be at least {meta['ge']}: {_spelled(value)}")
     if meta["gt"] is not None and value <= meta["gt"]:
-        raise ConfigError(f"{where} must be above {meta['gt']}: {value}")
-    most = MOST_NUMBER if meta["le"] is None else meta["le"]
+        raise ConfigError(f"{where} must be above {meta['gt']}: {_spelled(value)}")
+    most = meta["le"]
+    if most is None:
+        most = MOST_SECONDS if where.endswith("_s") else MOST_NUMBER
     if value > most:
-        raise ConfigError(f"{where} must be at most {most}: {value}")
+        raise ConfigError(f"{where} must be at most {most}: {_spelled(value)}")
+
+
+def _spelled(value: float) -> str:
+    try:
+        return str(value)
+    except ValueError:  # Python refuses to write out a whole number of thousands of digits
+        return f"a number of {int(value).bit_length()} bits"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +108,9 @@ class DevicesConfig(Section):
         "dtype of the drafter's forward: auto = bf16 on CUDA, fp32 on CPU; fast = bf16 wherever it is faster",
         choices=DTYPE_CHOICES,
     )
-    cpu_threads: int = setting(0, "torch threads of each CPU worker; 0 = cores divided by CPU workers", ge=0)
+    cpu_threads: int = setting(
+        0, "torch threads of each CPU worker; 0 = cores divided by CPU workers", ge=0, le=4096
+    )
 
     def targets(self) -> tuple[str, ...]:
         """Return the devices of the target workers, as torch names."""
@@ -364,6 +378,9 @@ def config_hash(config: TrainConfig) -> str:
 LEARNING_TABLES = ("data", "target", "drafter", "loss", "optim")
 
 
+_INDEX = re.compile(r"[0-9]{1,4}")
+
+
 def parse_devices(flag: str, text: str) -> tuple[str, ...]:
     """Turn `0,1`, `cpu` or `cpu,cpu` into torch device names, one per worker.
 
@@ -372,8 +389,8 @@ def parse_devices(flag: str, text: str) -> tuple[str, ...]:
     """
     devices: list[str] = []
     for word in (part.strip() for part in text.split(",")):
-        if word != "cpu" and not word.isdigit():
-            raise ConfigError(f"{flag} takes cpu or CUDA indices separated by commas: {text!r}")
+        if word != "cpu" and not _INDEX.fullmatch(word):
+            raise ConfigError(f"{flag} takes cpu or CUDA indices separated by commas: {text[:80]!r}")
         device = word if word == "cpu" else f"cuda:{int(word)}"
         if device in devices and device != "cpu":
             raise ConfigError(f"{flag} names {word} twice: {text!r}; a GPU runs one such worker")

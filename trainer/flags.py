@@ -8,10 +8,12 @@ Precedence: flag, `DFLASH_*` variable, `--set table.key=value`, TOML file, defau
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
 import os
+import re
 import tomllib
 import types
 import typing
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config import SECTIONS, TrainConfig
+from trainer.config import MOST_NUMBER, SECTIONS, TrainConfig
 from trainer.errors import ConfigError
 
 
@@ -81,6 +83,9 @@ EXTRA_ENVIRONMENT: Mapping[str, str] = {
 RUN_DIR_VARIABLE = "DFLASH_RUN_DIR"
 LAUNCHER_VARIABLES = (RUN_DIR_VARIABLE, "DFLASH_RUN_TOKEN")
 """Set by whatever launches the trainer; they are no settings."""
+_COUNT = re.compile(r"[0-9]{1,9}")
+_MOST_SHOWN = 80
+CONFIG_LIMIT_BYTES = 1_048_576
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,10 +152,10 @@ def resolve(
     for text in overrides:
         key, separator, raw = text.partition("=")
         if not separator:
-            raise ConfigError(f"--set needs table.key=value: {text!r}")
+            raise ConfigError(f"--set needs table.key=value: {_shown(repr(text))}")
         put(key.strip(), _parse_text(raw.strip()), "--set")
     notes = _apply_environment(environ, put)
-    _refuse_contradicting(flags)
+    _refuse_contradicting((_FLAG_BY_NAME[name].key, name) for name in flags)
     for name, value in flags.items():
         flag = _FLAG_BY_NAME[name]
         put(flag.key, value if flag.constant is None else flag.constant, name)
@@ -175,15 +180,20 @@ def find_world(environ: Mapping[str, str]) -> World:
     Raises:
         ConfigError: a variable is missing or no number, or several trainers were started on one machine.
     """
-    if environ.get("WORLD_SIZE", "1") == "1":
+    if "RANK" in environ and "WORLD_SIZE" not in environ:
+        raise ConfigError(
+            f"RANK is set and WORLD_SIZE is not: RANK={_shown(environ['RANK'])}; start with torchrun, or "
+            "unset RANK to train on one machine"
+        )
+    if environ.get("WORLD_SIZE", "1") == "1" and environ.get("RANK", "0") == "0":
         return World()
     if environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         raise ConfigError(
-            f"torchrun started {environ['LOCAL_WORLD_SIZE']} trainers on this machine, but one drives all of "
-            "its devices: use --nproc-per-node 1"
+            f"torchrun started {_shown(environ['LOCAL_WORLD_SIZE'])} trainers on this machine, but one "
+            "drives all of its devices: use --nproc-per-node 1"
         )
     names = ("RANK", "WORLD_SIZE", "MASTER_PORT")
-    bad = [f"{name}={environ.get(name, '')}" for name in names if not environ.get(name, "").isdigit()]
+    bad = [f"{name}={_shown(text)}" for name in names if not _COUNT.fullmatch(text := environ.get(name, ""))]
     if bad or not environ.get("MASTER_ADDR"):
         raise ConfigError(
             f"RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must all be set for several machines: "
@@ -191,7 +201,11 @@ def find_world(environ: Mapping[str, str]) -> World:
         )
     rank, size, port = (int(environ[name]) for name in names)
     if rank >= size:
-        raise ConfigError(f"RANK must be below WORLD_SIZE: {rank} of {size}")
+        raise ConfigError(
+            f"RANK must be below WORLD_SIZE: {rank} of {size}; count machines from 0, or start with torchrun"
+        )
+    if not 1 <= port <= 65_535:
+        raise ConfigError(f"MASTER_PORT must be from 1 to 65535: {port}; take a free one of rank 0's machine")
     return World(rank=rank, size=size, address=environ["MASTER_ADDR"], port=port)
 
 
@@ -262,13 +276,13 @@ def has_wandb_credentials() -> bool:
     return has_wandb_key() or any(file.is_file() for file in files)
 
 
-def _refuse_contradicting(flags: Iterable[str]) -> None:
-    """Two flags that set one key (`--compile` and `--no-compile`) leave open which was meant."""
+def _refuse_contradicting(given: Iterable[tuple[str, str]]) -> None:
+    """Two names that set one key (`--compile` and `--no-compile`) leave open which was meant."""
     by_key: dict[str, str] = {}
-    for name in flags:
-        first = by_key.setdefault(_FLAG_BY_NAME[name].key, name)
+    for key, name in given:
+        first = by_key.setdefault(key, name)
         if first != name:
-            raise ConfigError(f"{first} and {name} both set {_FLAG_BY_NAME[name].key}: keep one of them")
+            raise ConfigError(f"{first} and {name} both set {key}: keep one of them")
 
 
 _FLAG_BY_NAME: Mapping[str, Flag] = {flag.name: flag for flag in FLAGS}
@@ -284,10 +298,18 @@ def _toml_values(path: str | None) -> list[tuple[str, Any]]:
     if path is None:
         return []
     try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config cannot be read: {path} ({error.strerror or error})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        with Path(path).open("rb") as stream:
+            content = stream.read(CONFIG_LIMIT_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--config cannot be read: {_shown(path)} ({reason})") from error
+    if len(content) > CONFIG_LIMIT_BYTES:
+        raise ConfigError(
+            f"--config has more than {CONFIG_LIMIT_BYTES:,} bytes: {path}; name a settings file"
+        )
+    try:
+        document = tomllib.loads(content.decode("utf-8").replace("\r\n", "\n"))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config is not valid TOML: {path} ({error})") from error
     pairs: list[tuple[str, Any]] = []
     for table, content in document.items():
@@ -299,8 +321,8 @@ def _toml_values(path: str | None) -> list[tuple[str, Any]]:
 
 def _apply_environment(environ: Mapping[str, str], put: Callable[[str, Any, str], None]) -> list[str]:
     """Take `DFLASH_*` variables over; return a note for each that means nothing here."""
-    known = {f"DFLASH_{flag.name[2:].replace('-', '_').upper()}": flag for flag in FLAGS}
-    notes = []
+    known = {_variable_of(flag): flag for flag in FLAGS}
+    notes, given = [], []
     for name in sorted(environ):
         if not name.startswith("DFLASH_") or name in LAUNCHER_VARIABLES or not environ[name]:
             continue
@@ -309,25 +331,33 @@ def _apply_environment(environ: Mapping[str, str], put: Callable[[str, Any, str]
         elif name not in known:
             notes.append(f"{name} is set but names no setting of the trainer{_near(name, known)}")
         elif known[name].constant is None:
+            given.append(known[name])
             put(known[name].key, _parse_text(environ[name]), name)
         elif _coerce(name, _parse_text(environ[name]), name, bool):
+            given.append(known[name])
             put(known[name].key, known[name].constant, name)
+    _refuse_contradicting((flag.key, _variable_of(flag)) for flag in given)
     return notes
 
 
+def _variable_of(flag: Flag) -> str:
+    return f"DFLASH_{flag.name[2:].replace('-', '_').upper()}"
+
+
 def _parse_text(raw: str) -> Any:
-    """Read a value as TOML would; anything else is plain text."""
+    """Read a value as TOML would; anything else is plain text, also what would be more than one value."""
     try:
-        return tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+        document = tomllib.loads(f"value = {raw}")
+    except (ValueError, RecursionError):  # numbers of thousands of digits, brackets of thousands of levels
         return raw
+    return document["value"] if len(document) == 1 else raw
 
 
 def _coerce(key: str, value: Any, source: str, annotation: Any = None) -> Any:
     """Bring a raw value to the type of its key."""
     if annotation is None:
         if key not in _KEY_TYPES:
-            raise ConfigError(f"unknown key from {source}: {key}{_near(key, _KEY_TYPES)}")
+            raise ConfigError(f"unknown key from {source}: {_shown(key)}{_near(key, _KEY_TYPES)}")
         annotation = _KEY_TYPES[key]
     if isinstance(value, str) and annotation is not str:
         value = _parse_text(value)
@@ -346,10 +376,24 @@ def _convert(key: str, value: Any, source: str, annotation: Any) -> Any:
     if annotation is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if annotation is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        with contextlib.suppress(OverflowError):
+            return float(value)
     if type(value) is not annotation:
-        raise ConfigError(f"{key} takes {_TYPE_NAMES[annotation]}: {value!r} (from {source})")
+        raise ConfigError(f"{key} takes {_TYPE_NAMES[annotation]}: {_spelled(value)} (from {source})")
     return value
+
+
+def _spelled(value: Any) -> str:
+    try:
+        return _shown(repr(value))
+    except ValueError:  # of a number with thousands of digits
+        return (
+            f"a number of {value.bit_length()} bits" if isinstance(value, int) else "a list of long numbers"
+        )
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 _TYPE_NAMES: Mapping[Any, str] = {
@@ -365,8 +409,10 @@ def _coerce_list(key: str, value: Any, source: str) -> tuple[int, ...]:
         value = [_parse_text(part) for part in value.split(",")]
     if isinstance(value, int) and not isinstance(value, bool):
         value = [value]
-    if not isinstance(value, list | tuple) or any(type(entry) is not int for entry in value):
-        raise ConfigError(f"{key} takes a list of whole numbers: {value!r} (from {source})")
+    if not isinstance(value, list | tuple) or any(
+        type(entry) is not int or abs(entry) > MOST_NUMBER for entry in value
+    ):
+        raise ConfigError(f"{key} takes a list of whole numbers: {_spelled(value)} (from {source})")
     return tuple(value)
 
 

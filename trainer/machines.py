@@ -19,7 +19,7 @@ from typing import Any
 
 from trainer.assembly import Parts
 from trainer.checkpoint.state import TrainState
-from trainer.config import TrainConfig
+from trainer.config import MOST_SECONDS, TrainConfig
 from trainer.flags import World, set_collective_defaults
 from trainer.lifecycle.runfolder import hold_output
 from trainer.lifecycle.signals import StopRequest
@@ -194,4 +194,5 @@ def exchange_limit_s(config: TrainConfig) -> float:
     stall_s, wanted = config.queue.stall_s, config.eval
     parts = (wanted.max_prompts if wanted.prompts else 0) + bool(wanted.held_out_data)
     evaluation_s = parts * stall_s if wanted.every or wanted.held_out_every else 0.0
-    return stall_s + max(config.queue.start_stall_s, config.checkpoint.stall_s, evaluation_s)
+    longest_s = max(config.queue.start_stall_s, config.checkpoint.stall_s, evaluation_s)
+    return stall_s + min(longest_s, MOST_SECONDS)
