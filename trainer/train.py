@@ -77,6 +77,9 @@ class Trainer:
         self._code = describe_code()
         self._signals = SignalCounter()
         self._status = StatusFile(resolved.run_dir)
+        self._stopping = StopWatch(
+            resolved.run_dir, self._status, self._signals, needed_s=self._needed_to_stop_s
+        )
         self._board = Board(stall_s=self.config.queue.stall_s, on_stall=log_stacks)
         self._start_watch = StartWatch(
             self.config.queue.start_stall_s,
@@ -151,9 +154,7 @@ class Trainer:
     # -- init ---------------------------------------------------------------------------------------------
 
     def _open_status(self) -> None:
-        run_dir = self._resolved.run_dir
         self._status.write()
-        self._stopping = StopWatch(run_dir, self._status, self._signals, needed_s=self._needed_to_stop_s)
         if self._resolved.is_own_run_dir:
             self._stopping.clear_stale()
 

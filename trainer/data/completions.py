@@ -7,18 +7,18 @@ torn by a crash is dropped. Must not know how completions are made.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.data.prompts import Prompt
 from trainer.errors import ConfigError, DataError
+from trainer.lifecycle.locks import MOST_TRIES, give_up, take_lock
 
 log = logging.getLogger(__name__)
 
@@ -67,16 +67,12 @@ def locked_output(output: Path, settings: dict[str, Any]) -> Iterator[RowFile]:
     """
     record = output.with_name(output.name + ".settings.json")
     made = [path for path in (output, record) if not path.exists()]
-    with _opened(output) as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"another generate writes to this output: {output}") from error
+    with _held(output) as stream:
         try:
             _check_settings(output, record, settings)
             with _rows(output, stream, "id") as rows:
                 yield rows
-        except Exception:
+        except BaseException:
             _remove_empty(output, made)
             raise
 
@@ -94,6 +90,20 @@ def template_inputs(prompt: Prompt, thinking: bool | None) -> dict[str, Any]:
     if prompt.tools:
         entries["tools"] = list(prompt.tools)
     return entries
+
+
+@contextmanager
+def _held(output: Path) -> Iterator[TextIO]:
+    for _ in range(MOST_TRIES):
+        with _opened(output) as stream:
+            try:
+                has_it = take_lock(stream.fileno(), output)
+            except BlockingIOError as error:
+                raise ConfigError(f"another generate writes to this output: {output}") from error
+            if has_it:
+                yield stream
+                return
+    raise give_up(output)
 
 
 @contextmanager
@@ -126,9 +136,10 @@ def _disk_errors(path: Path) -> Iterator[None]:
 
 def _remove_empty(output: Path, made: Sequence[Path]) -> None:
     """Remove what a command that failed made and wrote nothing into; drawn prompts keep their settings."""
-    if output in made and not output.stat().st_size and not _prompts_of(output).exists():
-        for path in made:
-            path.unlink(missing_ok=True)
+    with suppress(OSError):
+        if output in made and not output.stat().st_size and not _prompts_of(output).exists():
+            for path in made:
+                path.unlink(missing_ok=True)
 
 
 def _prompts_of(output: Path) -> Path:

@@ -8,12 +8,11 @@ tells a reader that a move did not finish. Must not know how chats become tokens
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,6 +32,7 @@ from trainer.data.output_folder import (
 from trainer.data.prepare_report import PrepareReport
 from trainer.data.sources import import_pyarrow
 from trainer.errors import ConfigError, DataError
+from trainer.lifecycle.locks import MOST_TRIES, give_up, take_lock
 
 _REMEDY = "remove its folder and run prepare again"
 
@@ -228,18 +228,8 @@ def locked_output(directory: Path) -> Iterator[None]:
         ConfigError: it is no folder, cannot be made, is in use, or holds data files of someone else.
     """
     made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    descriptor = _lock(directory)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(f"--output is not a directory: {directory}") from error
-    except OSError as error:
-        raise ConfigError(f"--output cannot be made: {directory}: {error.strerror}") from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"another prepare writes to this output: {directory}") from error
         check_folder(directory, has_work=_read_state(directory / PARTIAL_DIR) is not None)
         yield
     except BaseException:
@@ -250,6 +240,29 @@ def locked_output(directory: Path) -> Iterator[None]:
         raise
     finally:
         os.close(descriptor)
+
+
+def _lock(directory: Path) -> int:
+    for _ in range(MOST_TRIES):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # another prepare removed the folder that it had made
+            continue
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(f"--output is not a directory: {directory}") from error
+        except OSError as error:
+            raise ConfigError(f"--output cannot be made: {directory}: {error.strerror}") from error
+        with ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            try:
+                has_it = take_lock(descriptor, directory)
+            except BlockingIOError as error:
+                raise ConfigError(f"another prepare writes to this output: {directory}") from error
+            if has_it:
+                stack.pop_all()
+                return descriptor
+    raise give_up(directory)
 
 
 def find_interrupted(directory: Path) -> str | None:

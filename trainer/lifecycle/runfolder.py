@@ -7,7 +7,6 @@ configuration has none, and the environment is not copied.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -16,11 +15,12 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trainer.config import config_hash
 from trainer.errors import ConfigError, DataError, TrainerError
 from trainer.flags import Resolved
+from trainer.lifecycle.locks import MOST_TRIES, give_up, take_lock
 from trainer.telemetry.capabilities import package_versions
 
 RECORD_VERSION = 1
@@ -81,23 +81,8 @@ def hold_output(output_dir: Path, *, leaves_nothing_on: type[TrainerError] = Dat
     Raises:
         ConfigError: the folder cannot be made, or another trainer holds it (its pid is named).
     """
-    is_new = not output_dir.exists()
-    path = output_dir / LOCK
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        stream = path.open("a+", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output-dir cannot be used: {output_dir} ({error.strerror or error})") from error
+    stream, is_new = _lock(output_dir)
     with stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            stream.seek(0)
-            holder = stream.read().strip() or "unknown"
-            raise ConfigError(
-                f"--output-dir is in use by another trainer: {output_dir} (pid {holder}); "
-                "stop it or name another"
-            ) from error
         # on a full disk only the name of the holder is lost; the lock holds without it
         with contextlib.suppress(OSError):
             os.ftruncate(stream.fileno(), 0)
@@ -108,6 +93,36 @@ def hold_output(output_dir: Path, *, leaves_nothing_on: type[TrainerError] = Dat
             if is_new:
                 _remove_traces(output_dir)
             raise
+
+
+def _lock(output_dir: Path) -> tuple[TextIO, bool]:
+    """Return the locked file, and whether the folder was made for it."""
+    for _ in range(MOST_TRIES):
+        is_new = not os.path.lexists(output_dir)
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            stream = (output_dir / LOCK).open("a+", encoding="utf-8")
+        except FileNotFoundError:  # another trainer removed the folder that it had made
+            continue
+        except OSError as error:
+            raise ConfigError(
+                f"--output-dir cannot be used: {output_dir} ({error.strerror or error})"
+            ) from error
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(stream)
+            try:
+                has_it = take_lock(stream.fileno(), output_dir / LOCK)
+            except BlockingIOError as error:
+                stream.seek(0)
+                holder = stream.read().strip() or "unknown"
+                raise ConfigError(
+                    f"--output-dir is in use by another trainer: {output_dir} (pid {holder}); "
+                    "stop it or name another"
+                ) from error
+            if has_it:
+                stack.pop_all()
+                return stream, is_new
+    raise give_up(output_dir)
 
 
 def _remove_traces(output_dir: Path) -> None:

@@ -10,18 +10,23 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
+import os
 import signal
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trainer.errors import EXIT_STOPPED
+from trainer.errors import EXIT_STOPPED, ConfigError
 
 _LOG = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+MOST_BYTES = 65_536
+"""Of a stop request: it is looked for several times a second."""
 
 
 def leave_on_stop_signals() -> None:
@@ -102,15 +107,26 @@ class StopFile:
         self._has_complained = False
 
     def clear_stale(self) -> None:
-        """Remove a request that an earlier process in the same folder was meant to read."""
-        if self.path.exists():
-            _LOG.warning("removed a stop request of an earlier run: %s", self.path)
+        """Remove a request that an earlier process in the same folder was meant to read.
+
+        Raises:
+            ConfigError: it cannot be removed, and would end this run too.
+        """
+        try:
             self.path.unlink()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ConfigError(
+                f"a stop request of an earlier run cannot be removed: {self.path} ({error.strerror}); "
+                "remove it"
+            ) from error
+        _LOG.warning("removed a stop request of an earlier run: %s", self.path)
 
     def read(self) -> StopRequest | None:
         """Return the request, or None; a file that cannot be used is reported once and ignored."""
         try:
-            raw = self.path.read_bytes()
+            raw = _read_whole(self.path)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -118,8 +134,8 @@ class StopFile:
             return None
         try:
             return _parse_request(json.loads(raw))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            self._complain(f"{type(error).__name__}: {error}")
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            self._complain(f"{type(error).__name__}: {error}"[:200])
             return None
 
     def _complain(self, why: str) -> None:
@@ -128,11 +144,27 @@ class StopFile:
             self._has_complained = True
 
 
+def _read_whole(path: Path) -> bytes:
+    """Read a small file without ever waiting for one (a pipe keeps whoever opens it)."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError("it is not a file")
+        content = os.read(descriptor, MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > MOST_BYTES:
+        raise OSError(f"it has more than {MOST_BYTES} bytes")
+    return content
+
+
 def _parse_request(body: dict[str, Any]) -> StopRequest:
     deadline = body.get("deadline_s")
+    if deadline is not None and not math.isfinite(float(deadline)):
+        raise ValueError(f"deadline_s is no number of seconds: {deadline}")
     return StopRequest(
         id=str(body["id"]),
         reason=str(body.get("reason") or "stop.json"),
         deadline_s=None if deadline is None else float(deadline),
-        save=bool(body.get("save", True)),
+        save=body.get("save", True) is not False,  # whatever else was meant: what is saved is not lost
     )
