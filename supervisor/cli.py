@@ -126,12 +126,15 @@ def exit_code_of(error: SupervisorError) -> int:
 
 
 def render_error(error: SupervisorError) -> str:
-    """What failed, why, and what to do, on at most three lines."""
+    """What failed, why, what follows by itself, and what to do: a line each."""
     lines = [f"error: {error.message}"]
     place = ":".join(str(error.data[key]) for key in ("file", "line") if error.data.get(key) is not None)
     if place and place not in error.message:
         lines.append(f"  at: {place}")
-    lines.append(f"  why: {error.reason}" + (f" ({instance})" if (instance := _instance(error)) else ""))
+    aside = _instance(error) or _end_reason(error)
+    lines.append(f"  why: {error.reason}" + (f" ({aside})" if aside else ""))
+    if error.data.get("follows"):
+        lines.append(f"  next: {error.data['follows']}")
     if error.hint:
         lines.append(f"  do: {error.hint}")
     return strip_escapes("\n".join(lines))
@@ -140,6 +143,12 @@ def render_error(error: SupervisorError) -> str:
 def _instance(error: SupervisorError) -> str | None:
     instance = getattr(error, "instance", None)
     return str(instance) if instance and getattr(error, "status", 0) >= 500 else None
+
+
+def _end_reason(error: SupervisorError) -> str | None:
+    """How the attempt's end is called where its cause has a name of its own."""
+    found = error.data.get("attempt_reason")
+    return str(found) if found and found != error.reason else None
 
 
 def main(args: list[str] | None = None) -> None:

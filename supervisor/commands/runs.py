@@ -39,6 +39,7 @@ from supervisor.commands.waiting import (
     wait_for_success,
 )
 from supervisor.domain.errors import ConfigError, SupervisorError
+from supervisor.domain.outlook import next_try
 
 if TYPE_CHECKING:
     from supervisor.client import Client
@@ -370,7 +371,7 @@ def _wait_for_phase(client: Client, name: str, wait: WaitFor, timeout_s: float |
         found: Json = client.get(path_of("runs", name))
         phase = found["phase"]
         if phase != shown:
-            say(f"  {phase}")
+            say(f"  {phase}{_why_backoff(found) if phase == 'backoff' else ''}")
             shown = phase
         state = _attempt(found).get("state")
         if phase == "succeeded" or (wait is WaitFor.READY and state == "ready"):
@@ -383,6 +384,14 @@ def _wait_for_phase(client: Client, name: str, wait: WaitFor, timeout_s: float |
         if end is not None and time.monotonic() >= end:
             raise WaitTimeoutError(f"{name} is still {phase} after {timeout_s:g} s", hint="it goes on")
         time.sleep(POLL_S)
+
+
+def _why_backoff(run: Json) -> str:
+    """What ended, and what the supervisor does about it by itself."""
+    attempt = _attempt(run)
+    number = int(attempt.get("number") or 0)
+    follows = next_try(number + 1, starts_in_s=run.get("next_start_in_s"))
+    return f": attempt {number} ended: {clean(attempt.get('message') or _reason(run))}; {follows}"
 
 
 def _show_plan(client: Client, name: str, action: str, body: dict[str, Any], output: Format) -> None:

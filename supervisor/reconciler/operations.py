@@ -12,9 +12,12 @@ from typing import Any
 from sqlmodel import Session, col, select
 
 from supervisor.domain.actions import Decision
-from supervisor.domain.run import LIVE, AttemptState, DesiredState
+from supervisor.domain.outlook import failures_left, next_try, no_next_try
+from supervisor.domain.restart import Ledger
+from supervisor.domain.run import LIVE, AttemptState, DesiredState, Reason
 from supervisor.reconciler.reachability import Reachability
 from supervisor.store.events import now_of
+from supervisor.store.facts import spec_of
 from supervisor.store.operations import finish_operation, report_progress
 from supervisor.store.queries import list_open_operations, newest_attempt
 from supervisor.store.tables import Attempt, Operation, Run
@@ -127,7 +130,32 @@ def _judge_start(
     if state in LIVE:
         is_unsent = state in (AttemptState.PLANNED, AttemptState.PREFLIGHT)
         return _unreachable(reach, _START_STAYS) if is_unsent else None
-    return ("failed", describe_end(attempt))
+    if _is_undecided(run, attempt):
+        return None
+    return ("failed", describe_end(attempt, follows=what_follows(session, run, attempt, decision)))
+
+
+def _is_undecided(run: Run, attempt: Attempt) -> bool:
+    """Whether the policy has yet to judge this end: the very next pass does, and then it can be told."""
+    is_judged = run.ledger.get("evaluated") == attempt.id or run.hold is not None
+    # a loss that was declared may wait for its node, for as long as that takes
+    is_wanted = run.desired == DesiredState.RUNNING and attempt.reason != Reason.DECLARED_LOST
+    return is_wanted and not is_judged
+
+
+def what_follows(session: Session, run: Run, attempt: Attempt, decision: Decision) -> str:
+    """The next try and when, or that there is none and why."""
+    ledger = Ledger.from_json(run.ledger)
+    if run.hold is not None:
+        return no_next_try("hold", str(run.hold["message"]))
+    if ledger.verdict != "restart" or run.next_start_at is None:
+        return no_next_try(ledger.verdict, decision.explanation)
+    now = now_of(session)
+    return next_try(
+        run.next_attempt_number,
+        starts_in_s=(run.next_start_at - now).total_seconds(),
+        failures_left=failures_left(ledger, spec_of(run).restart, now) if attempt.is_counted else None,
+    )
 
 
 def _has_settled(session: Session, attempt: Attempt) -> bool:
@@ -184,8 +212,8 @@ def _error(reason: str, message: str, hint: str, **data: Any) -> Error:
     return {"reason": reason, "message": message, "hint": hint, "data": data}
 
 
-def describe_end(attempt: Attempt) -> Error:
-    """Why an attempt did not stay up: cause, errno, exit code, signal and its last words."""
+def describe_end(attempt: Attempt, *, follows: str) -> Error:
+    """Why an attempt did not stay up: cause, errno, exit code, signal, its last words, and what follows."""
     lines = (attempt.exit_record or {}).get("last_lines") or []
     launch = attempt.launch_error or {}
     reason = launch.get("reason") or attempt.reason or attempt.state
@@ -199,7 +227,8 @@ def describe_end(attempt: Attempt) -> Error:
         else f"`dflashctl logs {attempt.spec.get('name', 'RUN')} --attempt {attempt.number}` shows its log"
     )
     if failed and attempt.state == AttemptState.LAUNCH_FAILED:
-        reason, message = failed[0]["reason"], attempt.message
+        # not the attempt's own text, which has every remedy in it
+        reason, message = failed[0]["reason"], "; ".join(_found(item) for item in failed)
     return _error(
         str(reason),
         f"attempt {attempt.number} {attempt.state}: {message}",
@@ -210,7 +239,13 @@ def describe_end(attempt: Attempt) -> Error:
         last_lines=[str(line) for line in lines[-20:]],
         findings=failed,
         log_path=attempt.log_path,
+        attempt_reason=attempt.reason,
+        follows=follows,
     )
+
+
+def _found(finding: dict[str, Any]) -> str:
+    return f"{finding['name']}: {finding.get('message') or finding.get('value')}"
 
 
 def pending_node_operations(session: Session) -> list[Operation]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +22,14 @@ from supervisor.reconciler.reachability import Reachability
 from supervisor.reconciler.sampler import MAX_PENDING, Sampler, Tracked, flush_forever
 from supervisor.reconciler.watches import _load
 from supervisor.services import runs
+from supervisor.store.events import now_of
 from supervisor.store.queries import get_run, newest_attempt
 from supervisor.store.tables import Attempt, Event, GpuSample, MetricLine, Operation, Run
 from supervisor.store.writer import Store
 from tests.support.domain_builders import FakeClock, make_attempt, make_run, open_store
 
 WAITING = Decision(actions=(Nothing(reason="Start"),), reason="Start", explanation="waiting")
+FAIL = Decision(actions=(Nothing(reason="x"),), reason="x", explanation="a restart cannot help")
 HELD = Decision(actions=(Nothing(reason="Held"),), reason="Held", explanation="held")
 
 
@@ -139,6 +142,9 @@ def test_a_start_whose_attempt_failed_carries_the_cause(store: Store) -> None:
     )
 
     end(store)
+    assert operation(store, operation_id).status == "running", "what follows is not decided yet"
+    judge(store, "fail")
+    end(store, FAIL)
 
     failed = operation(store, operation_id)
     assert failed.status == "failed"
@@ -146,6 +152,54 @@ def test_a_start_whose_attempt_failed_carries_the_cause(store: Store) -> None:
     assert failed.error["reason"] == "CannotBoot"
     assert "no such flag --lrr" in failed.error["message"]
     assert failed.error["data"]["exit_code"] == 2
+    assert failed.error["data"]["follows"] == "no further attempt starts by itself (a restart cannot help)"
+
+
+def judge(store: Store, verdict: str, *, starts_in_s: float | None = None, **ledger: Any) -> None:
+    """What the policy makes of the newest attempt's end."""
+
+    def function(session: Session) -> None:
+        run = the_run(session)
+        attempt = newest_attempt(session, run.id)
+        assert attempt is not None
+        run.ledger = {**run.ledger, "evaluated": attempt.id, "verdict": verdict, **ledger}
+        attempt.is_counted = verdict == "restart"
+        run.next_attempt_number = attempt.number + 1
+        if starts_in_s is not None:
+            run.next_start_at = now_of(session) + timedelta(seconds=starts_in_s)
+
+    write(store, function)
+
+
+def test_a_failed_start_says_that_and_when_the_next_try_comes(store: Store) -> None:
+    operation_id = request_start(store)
+    attempt_for(store, "failed", reason="ExitedNonZero", message="exit code 1")
+
+    judge(store, "restart", starts_in_s=18.2, restarts=1, no_progress=1)
+    end(store)
+
+    failed = operation(store, operation_id)
+    assert failed.error is not None
+    assert failed.error["data"]["follows"] == (
+        "attempt 2 starts by itself in 18 s; the run is held after 2 more failures"
+    )
+
+
+def test_a_start_whose_run_is_held_says_so(store: Store) -> None:
+    operation_id = request_start(store)
+    attempt_for(store, "failed", reason="NonFinite", message="exit code 5")
+
+    def hold(session: Session) -> None:
+        the_run(session).hold = {"reason": "NonFinite", "message": "the default for NonFinite says hold"}
+
+    write(store, hold)
+    end(store)
+
+    failed = operation(store, operation_id)
+    assert failed.error is not None
+    assert failed.error["data"]["follows"] == (
+        "the run is held: no further attempt starts by itself (the default for NonFinite says hold)"
+    )
 
 
 def test_a_start_on_a_node_out_of_reach_fails_and_says_that_the_wish_stays(
@@ -228,13 +282,25 @@ def test_a_refused_launch_is_described_by_its_first_failed_check() -> None:
         message="nvml is required",
         created_at=FakeClock().now(),
         updated_at=FakeClock().now(),
-        preflight=[{"status": "fail", "reason": "MissingDependency", "message": "x", "remedy": "add it"}],
+        preflight=[
+            {
+                "name": "capability nvml",
+                "status": "fail",
+                "reason": "MissingDependency",
+                "message": "nvml is required",
+                "remedy": "add it",
+            }
+        ],
     )
 
-    error = describe_end(attempt)
+    error = describe_end(attempt, follows="no further attempt starts by itself")
 
     assert (error["reason"], error["hint"]) == ("MissingDependency", "add it")
-    assert error["message"] == "attempt 3 launch_failed: nvml is required"
+    assert error["message"] == "attempt 3 launch_failed: capability nvml: nvml is required"
+    assert (error["data"]["attempt_reason"], error["data"]["follows"]) == (
+        "PreflightFailed",
+        "no further attempt starts by itself",
+    )
 
 
 def conditions_of(store: Store, *steps: tuple[bool | None, str]) -> list[str]:

@@ -283,6 +283,25 @@ def test_a_failed_operation_ends_with_its_code_and_cause(live, run, reason, code
     assert "start failed: module pynvml is missing" in result.err
     assert f"why: {reason}" in result.err
     assert "do: deploy a lock that has it" in result.err
+    assert "next:" not in result.err
+
+
+def test_a_failed_start_says_what_follows_and_the_name_of_the_end(live, run):
+    error = {
+        "reason": "ProgramMissing",
+        "message": "attempt 1 launch_failed: program: /x does not exist",
+        "hint": "correct [command] argv",
+        "data": {"attempt_reason": "PreflightFailed", "follows": "no further attempt starts by itself"},
+    }
+    with settle(live, status="failed", error=error):
+        result = ctl("start", "slammed")
+
+    assert result.err.splitlines()[-4:] == [
+        "error: start failed: attempt 1 launch_failed: program: /x does not exist",
+        "  why: ProgramMissing (PreflightFailed)",
+        "  next: no further attempt starts by itself",
+        "  do: correct [command] argv",
+    ]
 
 
 def test_a_superseded_operation_is_a_conflict(live, run):
