@@ -15,6 +15,7 @@ from supervisor.reconciler.connections import NodeConnection
 
 PIECE_BYTES = 262_144
 PIECES_A_PASS = 8
+PASSES_AT_THE_END = 32
 MAX_LINE = 8192
 
 
@@ -50,6 +51,21 @@ class LogScan:
                 return
             self.offset += len(data)
             self.take(data, policy, monotonic_s)
+
+    async def finish(
+        self, connection: NodeConnection, attempt_id: str, policy: HealthPolicy, monotonic_s: float
+    ) -> None:
+        """Read an ended attempt's log to its end, bounded; its last line may have no line end.
+
+        Raises:
+            TransportError, ShimError: as `advance`.
+        """
+        for _ in range(PASSES_AT_THE_END):
+            before = self.offset
+            await self.advance(connection, attempt_id, policy, monotonic_s)
+            if self.offset == before:
+                break
+        self.take(b"\n", policy, monotonic_s)
 
     def take(self, data: bytes, policy: HealthPolicy, monotonic_s: float) -> None:
         """Search the lines that `data` completes; CR bars count as line ends."""

@@ -117,11 +117,17 @@ class Sampler:
         self._gpus: dict[str, GpuView] = {}
         self._pending = _Pending()
 
-    def track(self, node_id: str, attempts: Iterable[Tracked]) -> None:
-        """Take in reports of exactly these attempts of a node from now on."""
+    def track(self, node_id: str, attempts: Iterable[Tracked], *, is_letting_go: bool = True) -> None:
+        """Take in reports of exactly these attempts of a node from now on.
+
+        Args:
+            node_id: of the node.
+            attempts: what is watched there.
+            is_letting_go: False keeps the others for the time being: their last reports may be on the way.
+        """
         wanted = {item.attempt_id: item for item in attempts}
         for attempt_id, item in list(self._tracked.items()):
-            if item.node_id == node_id and attempt_id not in wanted:
+            if is_letting_go and item.node_id == node_id and attempt_id not in wanted:
                 del self._tracked[attempt_id]
                 self._attempts.pop(attempt_id, None)
         for attempt_id, item in wanted.items():

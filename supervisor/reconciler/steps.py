@@ -396,11 +396,14 @@ class Steps:
     ) -> bool:
         """Enter a final state with its evidence, then acknowledge the exit record."""
         crash("finish.before_apply")
+        step = await self._last_step(action, snapshot, connection)
 
         def write(session: Session) -> None:
             self._guarded(session)
             attempt = session.get(Attempt, action.attempt_id)
             assert attempt is not None
+            if step is not None:
+                attempt.last_step = step
             apply.apply_finish(session, attempt, action, exit_record=look.exit, reply=look.reply)
 
         await self._write(write)
@@ -410,6 +413,21 @@ class Steps:
         crash("finish.after_ack")
         self._rt.on_attempts_changed(snapshot.node.id)
         return True
+
+    async def _last_step(
+        self, action: FinishAttempt, snapshot: Snapshot, connection: NodeConnection | None
+    ) -> int | None:
+        """The last step in the log of a program that has ended: passes are seconds apart, its end is not."""
+        memory = self._rt.memories.get(snapshot.run.id)
+        policy = snapshot.spec.health
+        if memory is None or memory.attempt_id != action.attempt_id or not policy.progress_regex:
+            return None
+        if connection is not None and connection.is_open:
+            try:
+                await memory.scan.finish(connection, action.attempt_id, policy, self._rt.clock.monotonic())
+            except NODE_TROUBLE as error:
+                log.info("log could not be read to its end", attempt=action.attempt_id, reason=error.reason)
+        return memory.scan.step
 
     def _apply_policy(self, session: Session, action: Action) -> None:
         run = self._guarded(session)

@@ -32,7 +32,7 @@ async def refresh_watch(
     """
     node_id = connection.address.id
     tracked, python = await runtime.store.read(lambda session: _load(session, node_id))
-    runtime.sampler.track(node_id, tracked)
+    runtime.sampler.track(node_id, tracked, is_letting_go=False)
     offsets = runtime.sampler.offsets(node_id)
     await connection.request(
         "watch",
@@ -42,6 +42,8 @@ async def refresh_watch(
         env_interval_s=environment_s,
         log=True,
     )
+    # only now: the agent has sent what the attempts that ended wrote last
+    runtime.sampler.track(node_id, tracked)
 
 
 def _load(session: Session, node_id: str) -> tuple[list[Tracked], str | None]:

@@ -46,7 +46,10 @@ class FileWatcher:
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def set_targets(self, attempt_ids: list[str], with_log: bool, offsets: dict[str, Any]) -> None:
-        """Watch exactly these attempts from now on; attempts already watched go on where they are."""
+        """Watch exactly these attempts from now on; attempts already watched go on where they are.
+
+        One that is let go is looked at once more: what it wrote last may have come since the last look.
+        """
         with self._lock:
             known = {target.files.attempt_id: target for target in self._targets}
             targets = []
@@ -58,6 +61,7 @@ class FileWatcher:
                 target.with_log = with_log
                 targets.append(target)
             for target in known.values():
+                _guarded(target.look)
                 target.metrics.close()
             self._targets = targets
 

@@ -48,6 +48,22 @@ async def test_a_run_is_launched_becomes_ready_reports_metrics_and_stops(deploye
     assert Path(ended.log_path).read_text().count("toy trainer: pid") == 1
 
 
+async def test_the_last_step_of_a_program_that_ended_is_the_one_in_its_log(daemon: RunningDaemon) -> None:
+    await daemon.add_local_node()
+    script = "echo step 1; sleep 2; for i in $(seq 2 24); do echo step $i; done; printf 'step 25'"
+    spec = make_spec("local", output_dir=daemon.folder / "out") | {
+        "source": "none",
+        "command": {"argv": ["/bin/sh", "-c", script]},
+        "health": {"progress_regex": r"step (\d+)", "ready_regex": "step 1"},
+    }
+    await daemon.put_run(spec)
+
+    await daemon.start()
+    ended = await daemon.attempt(1, "succeeded")
+
+    assert ended.last_step == 25
+
+
 async def test_a_run_on_another_lock_than_its_file_names_is_launched_with_a_warning(
     deployed: RunningDaemon,
 ) -> None:

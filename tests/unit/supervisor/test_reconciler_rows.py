@@ -421,6 +421,18 @@ async def test_a_metrics_line_is_stored_once_however_often_it_comes(store: Store
     assert harness.sampler.offsets(harness.node_id) == {harness.attempt.id: 11}
 
 
+async def test_the_last_lines_of_an_attempt_that_is_let_go_are_still_taken(
+    store: Store, harness: Harness
+) -> None:
+    harness.sampler.track(harness.node_id, [], is_letting_go=False)
+    harness.metrics(10.0, 24)
+    harness.sampler.track(harness.node_id, [])
+    harness.metrics(11.0, 25)
+    await harness.sampler.flush()
+
+    assert [row.step for row in rows(store, MetricLine)] == [24]
+
+
 async def test_lines_from_before_a_restart_of_the_daemon_are_not_taken_again(
     store: Store, clock: FakeClock
 ) -> None:

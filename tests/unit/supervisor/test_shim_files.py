@@ -218,6 +218,22 @@ def test_what_is_no_file_gives_no_lines_and_does_not_end_the_watch_of_others(
     watcher.set_targets([], with_log=False, offsets={})  # its lock is free: no look hangs
 
 
+def test_an_attempt_that_is_let_go_is_looked_at_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileWatcher, "_run", lambda self: None)  # no look of its own
+    folder = tmp_path / "attempts" / "a"
+    folder.mkdir(parents=True)
+    frames: queue.Queue[dict[str, object]] = queue.Queue()
+    watcher = FileWatcher(str(tmp_path), frames.put)
+    watcher.set_targets(["a"], with_log=False, offsets={})
+
+    (folder / "metrics.ndjson").write_text('{"t": 1, "step": 24}\n')
+    watcher.set_targets([], with_log=False, offsets={})
+
+    assert frames.get(timeout=60)["record"] == {"t": 1, "step": 24}
+
+
 def test_lines_come_a_bounded_piece_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "metrics.ndjson"
     path.write_bytes(b"x" * (MAX_PIECES + 2) * READ_BYTES + b'\n{"t": 1}\n')
