@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import logging
 import os
 import sys
@@ -221,6 +222,8 @@ def _usage() -> str:
 
 def _open_log(stream: TextIO) -> None:
     """Send readable lines to `stream`; `train` has its log there, the other commands print results."""
+    if isinstance(stream, io.TextIOWrapper):  # what somebody gave may be no text at all
+        stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(
         stream=stream,
         level=logging.INFO,

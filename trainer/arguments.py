@@ -8,11 +8,9 @@ command's.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 from pathlib import Path
 
-from trainer.config import DTYPE_CHOICES
+from trainer.config import DTYPE_CHOICES, shorten, why_unusable
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """Length limit of `eval`, per prompt."""
@@ -204,12 +202,9 @@ def given_path(text: str) -> Path:
     """
     if not text:
         raise argparse.ArgumentTypeError("the path is empty; name one, the current folder is .")
-    try:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # each command says what it misses
-            os.lstat(text)
-    except OSError as error:
-        shown = text if len(text) <= 80 else f"{text[:80]}…"
-        raise argparse.ArgumentTypeError(f"the path is unusable: {shown} ({error.strerror})") from error
+    reason = why_unusable(text)
+    if reason:
+        raise argparse.ArgumentTypeError(f"the path is unusable: {shorten(text)} ({reason})")
     return Path(text)
 
 

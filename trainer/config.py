@@ -7,6 +7,7 @@ before anything expensive happens.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -22,6 +23,8 @@ from trainer.errors import ConfigError
 
 MOST_NUMBER = 2**53
 """Of a key without a range of its own: nothing that is counted or measured here comes near."""
+PATH_MARGIN = 128
+"""Characters below a given folder that its own files need."""
 MOST_SECONDS = 31_536_000
 """Of a key in seconds: a year. Beyond some three hundred of them the calls that wait refuse the number."""
 
@@ -369,6 +372,34 @@ class TrainConfig:
         return plain
 
 
+def why_unusable(path: str) -> str:
+    """Say why nothing can lie at a path, or below it; empty where something could."""
+    if not path:
+        return "it is empty"
+    try:
+        path.encode()
+        for place in (Path(path), Path(path) / ("x" * PATH_MARGIN)):
+            with contextlib.suppress(
+                FileNotFoundError, NotADirectoryError
+            ):  # each command says what it misses
+                place.stat()
+    except UnicodeEncodeError:
+        return "it is not UTF-8"
+    except ValueError:
+        return "it holds a NUL character"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def shorten(text: str) -> str:
+    """Cut a text of any length that somebody gave, for an error message."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
+_MOST_SHOWN = 80
+
+
 def config_hash(config: TrainConfig) -> str:
     """Return the SHA-256 of everything that decides what is learnt (not paths, telemetry, devices)."""
     relevant = {table: keys for table, keys in config.as_dict().items() if table in LEARNING_TABLES}
@@ -435,6 +466,21 @@ def _check_paths(config: TrainConfig) -> None:
         raise ConfigError(f"--data-dir does not exist: {paths.data_dir}; make it with dflash-train prepare")
     if Path(paths.output_dir).exists() and not Path(paths.output_dir).is_dir():
         raise ConfigError(f"--output-dir is not a folder: {paths.output_dir}")
+
+
+def _check_usable(config: TrainConfig) -> None:
+    paths, resume = config.paths, config.checkpoint.resume
+    for name, path in (
+        ("--target-model", paths.target_model),
+        ("--data-dir", paths.data_dir),
+        ("--output-dir", paths.output_dir),
+        ("--resume", "" if resume in ("latest", "scratch") else resume),
+        ("--eval-prompts", config.eval.prompts),
+        ("eval.held_out_data", config.eval.held_out_data),
+    ):
+        reason = why_unusable(path) if path else ""
+        if reason:
+            raise ConfigError(f"{name} is no usable path: {shorten(path)!r} ({reason}); name another")
 
 
 def _check_data(config: TrainConfig) -> None:
@@ -524,6 +570,7 @@ _COMBINATIONS: tuple[Callable[[TrainConfig], None], ...] = (
     _check_drafter,
     _check_schedule,
     _check_unavailable,
+    _check_usable,
     _check_paths,
     _check_runs,
 )

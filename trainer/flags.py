@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config import MOST_NUMBER, SECTIONS, TrainConfig
+from trainer.config import MOST_NUMBER, SECTIONS, TrainConfig, shorten, why_unusable
 from trainer.errors import ConfigError
 
 
@@ -84,7 +84,6 @@ RUN_DIR_VARIABLE = "DFLASH_RUN_DIR"
 LAUNCHER_VARIABLES = (RUN_DIR_VARIABLE, "DFLASH_RUN_TOKEN")
 """Set by whatever launches the trainer; they are no settings."""
 _COUNT = re.compile(r"[0-9]{1,9}")
-_MOST_SHOWN = 80
 CONFIG_LIMIT_BYTES = 1_048_576
 
 
@@ -152,7 +151,7 @@ def resolve(
     for text in overrides:
         key, separator, raw = text.partition("=")
         if not separator:
-            raise ConfigError(f"--set needs table.key=value: {_shown(repr(text))}")
+            raise ConfigError(f"--set needs table.key=value: {shorten(repr(text))}")
         put(key.strip(), _parse_text(raw.strip()), "--set")
     notes = _apply_environment(environ, put)
     _refuse_contradicting((_FLAG_BY_NAME[name].key, name) for name in flags)
@@ -163,6 +162,11 @@ def resolve(
     config = _build(values, sources)
     world = find_world(environ)
     run_dir = environ.get(RUN_DIR_VARIABLE, "")
+    reason = why_unusable(run_dir) if run_dir else ""
+    if reason:
+        raise ConfigError(
+            f"{RUN_DIR_VARIABLE} is no usable path: {shorten(run_dir)!r} ({reason}); name another"
+        )
     own_run_dir = Path(config.paths.output_dir) / (f"run-rank{world.rank}" if world.rank else "run")
     return Resolved(
         config=config,
@@ -182,18 +186,18 @@ def find_world(environ: Mapping[str, str]) -> World:
     """
     if "RANK" in environ and "WORLD_SIZE" not in environ:
         raise ConfigError(
-            f"RANK is set and WORLD_SIZE is not: RANK={_shown(environ['RANK'])}; start with torchrun, or "
+            f"RANK is set and WORLD_SIZE is not: RANK={shorten(environ['RANK'])}; start with torchrun, or "
             "unset RANK to train on one machine"
         )
     if environ.get("WORLD_SIZE", "1") == "1" and environ.get("RANK", "0") == "0":
         return World()
     if environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         raise ConfigError(
-            f"torchrun started {_shown(environ['LOCAL_WORLD_SIZE'])} trainers on this machine, but one "
+            f"torchrun started {shorten(environ['LOCAL_WORLD_SIZE'])} trainers on this machine, but one "
             "drives all of its devices: use --nproc-per-node 1"
         )
     names = ("RANK", "WORLD_SIZE", "MASTER_PORT")
-    bad = [f"{name}={_shown(text)}" for name in names if not _COUNT.fullmatch(text := environ.get(name, ""))]
+    bad = [f"{name}={shorten(text)}" for name in names if not _COUNT.fullmatch(text := environ.get(name, ""))]
     if bad or not environ.get("MASTER_ADDR"):
         raise ConfigError(
             f"RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must all be set for several machines: "
@@ -273,7 +277,7 @@ def has_wandb_credentials() -> bool:
     """Tell whether W&B could find a key: in the environment, or in a netrc file (which is not read here)."""
     netrc = os.environ.get("NETRC")
     files = [Path(netrc)] if netrc else [Path.home() / ".netrc", Path.home() / "_netrc"]
-    return has_wandb_key() or any(file.is_file() for file in files)
+    return has_wandb_key() or any(not why_unusable(str(file)) and file.is_file() for file in files)
 
 
 def _refuse_contradicting(given: Iterable[tuple[str, str]]) -> None:
@@ -302,7 +306,7 @@ def _toml_values(path: str | None) -> list[tuple[str, Any]]:
             content = stream.read(CONFIG_LIMIT_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"--config cannot be read: {_shown(path)} ({reason})") from error
+        raise ConfigError(f"--config cannot be read: {shorten(path)} ({reason})") from error
     if len(content) > CONFIG_LIMIT_BYTES:
         raise ConfigError(
             f"--config has more than {CONFIG_LIMIT_BYTES:,} bytes: {path}; name a settings file"
@@ -357,7 +361,7 @@ def _coerce(key: str, value: Any, source: str, annotation: Any = None) -> Any:
     """Bring a raw value to the type of its key."""
     if annotation is None:
         if key not in _KEY_TYPES:
-            raise ConfigError(f"unknown key from {source}: {_shown(key)}{_near(key, _KEY_TYPES)}")
+            raise ConfigError(f"unknown key from {source}: {shorten(key)}{_near(key, _KEY_TYPES)}")
         annotation = _KEY_TYPES[key]
     if isinstance(value, str) and annotation is not str:
         value = _parse_text(value)
@@ -385,15 +389,11 @@ def _convert(key: str, value: Any, source: str, annotation: Any) -> Any:
 
 def _spelled(value: Any) -> str:
     try:
-        return _shown(repr(value))
+        return shorten(repr(value))
     except ValueError:  # of a number with thousands of digits
         return (
             f"a number of {value.bit_length()} bits" if isinstance(value, int) else "a list of long numbers"
         )
-
-
-def _shown(text: str) -> str:
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 _TYPE_NAMES: Mapping[Any, str] = {

@@ -152,11 +152,21 @@ def _check_drafter(config: TrainConfig, shape: TargetShape) -> None:
 
 
 def _check_data(config: TrainConfig) -> None:
-    path = Path(config.paths.data_dir)
-    if path.is_dir() and not any(file.suffix in SUFFIXES for file in path.iterdir() if file.is_file()):
-        raise ConfigError(
-            f"--data-dir holds no {', '.join(SUFFIXES)} file: {path}; make one with dflash-train prepare"
-        )
+    for name, text in (
+        ("--data-dir", config.paths.data_dir),
+        ("eval.held_out_data", config.eval.held_out_data),
+    ):
+        path = Path(text)
+        if not text or (path.is_file() and path.suffix in SUFFIXES):
+            continue
+        if not path.is_dir():
+            raise ConfigError(
+                f"{name} is neither a folder nor a {', '.join(SUFFIXES)} file: {path}; name one"
+            )
+        if not any(file.suffix in SUFFIXES for file in path.iterdir() if file.is_file()):
+            raise ConfigError(
+                f"{name} holds no {', '.join(SUFFIXES)} file: {path}; make one with dflash-train prepare"
+            )
 
 
 def _check_prompts(config: TrainConfig) -> None:

@@ -16,7 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainer.config import shorten, why_unusable
 from trainer.data.prompts import Prompt
+from trainer.data.sources import refuse_special
 from trainer.errors import ConfigError, DataError
 from trainer.lifecycle.locks import MOST_TRIES, give_up, take_lock
 
@@ -66,6 +68,7 @@ def locked_output(output: Path, settings: dict[str, Any]) -> Iterator[RowFile]:
         DataError: the disk refuses.
     """
     record = output.with_name(output.name + ".settings.json")
+    _check_place(output, record)
     made = [path for path in (output, record) if not path.exists()]
     with _held(output) as stream:
         try:
@@ -90,6 +93,16 @@ def template_inputs(prompt: Prompt, thinking: bool | None) -> dict[str, Any]:
     if prompt.tools:
         entries["tools"] = list(prompt.tools)
     return entries
+
+
+def _check_place(output: Path, record: Path) -> None:
+    refuse_special(output)
+    reason = why_unusable(str(record) + ".tmp")
+    if reason:
+        raise ConfigError(
+            f"--output leaves no room behind its name for .settings.json: {shorten(output.name)} ({reason}); "
+            "name a shorter one"
+        )
 
 
 @contextmanager

@@ -79,8 +79,9 @@ def run_generate(args: argparse.Namespace) -> int:
     file = read_prompts(args.prompts) if args.prompts is not None else None
     header = find_user_header(tokenizer) if file is None else None
     report = Report(skipped=file.skipped if file else {})
-    target = Target(args.target_model, device=_device(args.device), dtype=_dtype(args))
     with locked_output(args.output, _settings(args, tokenizer, header)) as rows:
+        # loaded last: what is wrong with the output is said at once
+        target = Target(args.target_model, device=_device(args.device), dtype=_dtype(args))
         if header is not None:
             prompts, report.skipped = _sample(args, target, tokenizer, header)
         else:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.conversations import CHAT_REASONS, find_id, parse_conversation
-from trainer.data.sources import READ_REASONS, read_rows
+from trainer.data.sources import READ_REASONS, read_rows, refuse_special
 from trainer.errors import DataError
 
 PROMPT_REASONS = {
@@ -54,7 +54,9 @@ def read_prompts(path: Path | str) -> PromptFile:
 
     Raises:
         DataError: unreadable, or no usable prompt in it.
+        ConfigError: a device, or a pipe that nobody has opened.
     """
+    refuse_special(Path(path))
     prompts: dict[str, Prompt] = {}
     skipped: Counter[str] = Counter()
     for row in read_rows(Path(path)):

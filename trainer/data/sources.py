@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import DataError, DependencyError
+from trainer.errors import ConfigError, DataError, DependencyError
 
 SUFFIXES = (".parquet", ".arrow", ".jsonl")
 LINE_LIMIT_BYTES = 33_554_432
@@ -119,6 +119,21 @@ def _states(files: Sequence[Path]) -> dict[Path, tuple[int, int, int] | None]:
         else:
             states[file] = found.st_ino, found.st_size, found.st_mtime_ns
     return states
+
+
+def refuse_special(path: Path) -> None:
+    """Refuse what is no file but gives or takes bytes: it may never end, or wait for ever.
+
+    A pipe that a shell has opened for us (`<(...)`, `/dev/stdin`) is none of these.
+
+    Raises:
+        ConfigError: a device, a socket, or a pipe with a name.
+    """
+    if not path.exists() or path.is_file() or path.is_dir():
+        return
+    if path.is_fifo() and path.absolute().parts[1:2] in (("dev",), ("proc",)):
+        return
+    raise ConfigError(f"a device, socket or pipe is no place for rows: {path}; name a file")
 
 
 def read_rows(file: Path, *, skip: int = 0, columns: Sequence[str] | None = None) -> Iterator[SourceRow]:

@@ -59,7 +59,8 @@ def write_result(flag: str, path: Path, write: Callable[[Path], object]) -> None
         _guard(flag, path, lambda: write(path))
         return
     place = path.resolve()
-    scratch = place.with_name(f".tmp-{os.getpid()}-{place.name}")
+    # named by the flag: its own name may be as long as names can be
+    scratch = place.with_name(f".tmp-{os.getpid()}{flag}")
 
     def fill() -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
