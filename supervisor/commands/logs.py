@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from supervisor.commands.ends import SETTLED_PHASES, describe_end, reason_of, what_follows
 from supervisor.commands.naming import RunArgument, find_object, path_of
 from supervisor.commands.output import UsageFaultError, say, strip_escapes, until_interrupted
 from supervisor.commands.session import connect
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 TAIL_PIECE_BYTES = 262_144
-SETTLED_PHASES = frozenset({"stopped", "succeeded", "failed", "held"})
-"""Phases in which no further attempt comes by itself."""
+SETTLE_POLLS = 20
+"""How often the run is asked what follows the end of an attempt, until that is decided."""
 
 Write = Callable[[bytes], None]
 
@@ -146,7 +147,9 @@ def _print_once(client: Client, name: str, number: int, offset: int, write: Writ
 def _follow(client: Client, name: str, number: int, offset: int, *, is_pinned: bool, write: Write) -> None:
     current: int | None = number
     while current is not None:
-        _follow_attempt(client, name, current, offset, write)
+        if _follow_attempt(client, name, current, offset, write):
+            write(b"")
+            say(f"--- {name} {_end_of(client, name, current)}")
         if is_pinned:
             return
         current = _next_attempt(client, name, current)
@@ -156,24 +159,33 @@ def _follow(client: Client, name: str, number: int, offset: int, *, is_pinned: b
             say(f"--- {name} attempt {current}: {strip_escapes(attempt.get('log_path') or '')}")
 
 
-def _follow_attempt(client: Client, name: str, number: int, offset: int, write: Write) -> None:
-    """One attempt's log to its end; an attempt that is not launched yet is waited for."""
+def _end_of(client: Client, name: str, number: int) -> str:
+    """How the attempt ended, and what the supervisor does next by itself."""
+    for _ in range(SETTLE_POLLS):
+        attempt = client.get(path_of("runs", name, "attempts", str(number)))
+        follows = what_follows(client.get(path_of("runs", name)))
+        if follows is not None and not attempt["is_live"]:
+            return f"{describe_end(attempt)}; {follows}"
+        time.sleep(POLL_S)
+    return f"{describe_end(attempt)}; what follows is not decided yet: dflashctl explain {name}"
+
+
+def _follow_attempt(client: Client, name: str, number: int, offset: int, write: Write) -> bool:
+    """One attempt's log to its end; one that is not launched yet is waited for. False: it never was."""
     from supervisor.client import ApiError
 
     while True:
         try:
             for piece in client.follow_log(name, number, offset=offset):
                 write(piece.data)
-            return
+            return True
         except ApiError as error:
             if error.reason != "NoLog":
                 raise
         attempt = client.get(path_of("runs", name, "attempts", str(number)))
         if not attempt["is_live"]:
-            say(
-                f"--- {name} attempt {number} was never launched: {attempt.get('reason') or attempt['state']}"
-            )
-            return
+            say(f"--- {name} attempt {number} was never launched: {reason_of(attempt) or attempt['state']}")
+            return False
         time.sleep(POLL_S)
 
 

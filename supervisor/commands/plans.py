@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from textwrap import shorten
 from typing import Annotated, Any
 
 import typer
 
+from supervisor.commands.ends import describe_end
 from supervisor.commands.naming import NodeArgument, RunArgument, find_object, path_of
 from supervisor.commands.output import (
     MISSING,
@@ -13,6 +16,7 @@ from supervisor.commands.output import (
     Format,
     Json,
     OutputOption,
+    age,
     clean,
     duration,
     emit,
@@ -28,6 +32,15 @@ app = typer.Typer(
     "  dflashctl plan restart slammed\n\n  dflashctl plan deploy ct200",
     no_args_is_help=True,
 )
+
+CHAIN = 10
+"""Events that `explain` shows."""
+MESSAGE_WIDTH = 200
+
+_ON_THE_WAY = frozenset({"AttemptPlanned", "PreflightStarted", "LaunchRequested", "OperationDone"})
+_WATCHED = ("TelemetryOK", "CapabilitiesOK")
+"""Conditions that end and start nothing."""
+_ENDS = frozenset({"AttemptFailed", "AttemptLost", "LaunchFailed"})
 
 DRIFT_COLUMNS: list[Column] = [
     ("CLASS", lambda change: change.get("class")),
@@ -94,7 +107,9 @@ def drift(ctx: typer.Context, run: RunArgument, output: OutputOption = Format.TA
 
 
 def explain(ctx: typer.Context, run: RunArgument, output: OutputOption = Format.TABLE) -> None:
-    """Why the supervisor did what it did last, in a few lines; -o yaml adds the evidence it decided on.
+    """Why a run is in its state: the last decision, and the events that led there, newest last.
+
+    -o yaml adds the evidence that was decided on.
 
     Examples:
       dflashctl explain slammed
@@ -104,7 +119,7 @@ def explain(ctx: typer.Context, run: RunArgument, output: OutputOption = Format.
     client = connect(ctx)
     found = find_object(client, "runs", run)
     explanation = client.get(path_of("runs", found["name"], "explain"))
-    emit(explanation, output, table=lambda: _print_explanation(explanation))
+    emit(explanation, output, table=lambda: _print_explanation(explanation, found.get("attempt")))
 
 
 def print_plan(plan: Json) -> None:
@@ -143,41 +158,61 @@ def _print_drift(report: Json) -> None:
         print_pairs((key, _inline(key, report.get(key))) for key in shown)
 
 
-def _print_explanation(explanation: Json) -> None:
-    """The few lines that answer why; the evidence itself is for `-o yaml`."""
+def _print_explanation(explanation: Json, attempt: Json | None) -> None:
+    """The few lines that answer why, and how it came to that; the evidence itself is for `-o yaml`."""
     name, phase, hold = explanation["run"], explanation["phase"], explanation.get("hold")
     decision = explanation.get("decision") or {}
     due = explanation.get("next_start_at")
-    events = explanation.get("events") or []
-    attempts = explanation.get("attempts") or []
+    acted = (decision.get("acted") or {}).get("explanation")
     pairs = [
         ("phase", f"{phase} (wanted: {explanation['desired']})"),
         ("decision", decision.get("explanation") or "none yet"),
+        ("because", acted if acted != decision.get("explanation") else None),
         ("next start", due and second(due)),
         ("held", hold and f"{hold['message']} ({hold['reason']})"),
-        ("attempt", _newest_attempt(attempts)),
-        ("last event", _event_line(events[0]) if events else None),
-        ("to do", _advice(name, phase)),
+        ("attempt", attempt and describe_end(attempt).removeprefix("attempt ")),
+        ("to do", _advice(name, phase, attempt or {})),
     ]
     print_pairs((key, value) for key, value in pairs if value)
+    _print_chain(led_here(explanation.get("events") or []))
     say(f"all inputs of the decision: dflashctl explain {name} -o yaml")
 
 
-def _newest_attempt(attempts: list[Json]) -> str | None:
-    if not attempts:
-        return None
-    newest = attempts[0]
-    reason = f": {newest['reason']}" if newest.get("reason") else ""
-    return f"{newest['number']} {newest['state']}{reason}"
+def led_here(events: Sequence[Json]) -> list[Json]:
+    """Choose the events that answer how a run came to its state, oldest first.
+
+    Args:
+        events: of the run, newest first. Steps on the way to a launch are left out, and so is the failed
+            request where the end of its attempt says the same.
+    """
+    ended = {event.get("attempt_id") for event in events if event["reason"] in _ENDS}
+    chain = [
+        event
+        for event in events
+        if event["reason"] not in _ON_THE_WAY
+        and not str(event["reason"]).startswith(_WATCHED)
+        and not (event["reason"] == "OperationFailed" and event.get("attempt_id") in ended)
+    ]
+    return chain[:CHAIN][::-1]
 
 
-def _event_line(event: Json) -> str:
-    message = " ".join(str(event.get("message") or "").split())
-    return f"{event['reason']}: {message}" if message else str(event["reason"])
+def _print_chain(events: Sequence[Json]) -> None:
+    if not events:
+        return
+    typer.echo("\nled here (newest last)")
+    width = max(len(event["reason"]) for event in events)
+    for event in events:
+        text = " ".join(clean(event.get("message")).split())
+        when = f"{second(event['at'])}  {age(event['at'])} ago"
+        typer.echo(
+            f"  {when:34}  {clean(event['reason']):{width}}  {shorten(text, MESSAGE_WIDTH, placeholder=' …')}"
+        )
 
 
-def _advice(name: str, phase: str) -> str:
+def _advice(name: str, phase: str, attempt: Json) -> str:
     """The next command for a run in this phase."""
+    if phase in ("held", "failed") and attempt.get("state") == "launch_failed":
+        return f"remove the cause, then: dflashctl start {name}"
     after_failure = f"read why: dflashctl logs {name} --tail 50; then: dflashctl start {name}"
     known = {
         "pending": "nothing; the supervisor starts it as soon as it can",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from supervisor.commands.ends import describe_end, exit_of, reason_of, what_follows
 from supervisor.commands.naming import RunArgument, find_object, path_of
 from supervisor.commands.output import (
     Column,
@@ -39,7 +40,6 @@ from supervisor.commands.waiting import (
     wait_for_success,
 )
 from supervisor.domain.errors import ConfigError, SupervisorError
-from supervisor.domain.outlook import next_try
 
 if TYPE_CHECKING:
     from supervisor.client import Client
@@ -92,7 +92,7 @@ COLUMNS: list[Column] = [
 ATTEMPT_COLUMNS: list[Column] = [
     ("ATTEMPT", lambda attempt: attempt["number"]),
     ("STATE", lambda attempt: attempt["state"]),
-    ("REASON", lambda attempt: attempt.get("reason")),
+    ("REASON", lambda attempt: reason_of(attempt)),
     ("EXIT", lambda attempt: _exit(attempt)),
     ("STARTED", lambda attempt: attempt.get("started_at")),
     ("ENDED", lambda attempt: attempt.get("ended_at")),
@@ -388,10 +388,7 @@ def _wait_for_phase(client: Client, name: str, wait: WaitFor, timeout_s: float |
 
 def _why_backoff(run: Json) -> str:
     """What ended, and what the supervisor does about it by itself."""
-    attempt = _attempt(run)
-    number = int(attempt.get("number") or 0)
-    follows = next_try(number + 1, starts_in_s=run.get("next_start_in_s"))
-    return f": attempt {number} ended: {clean(attempt.get('message') or _reason(run))}; {follows}"
+    return f": {describe_end(_attempt(run))}; {what_follows(run) or 'what follows is not decided yet'}"
 
 
 def _show_plan(client: Client, name: str, action: str, body: dict[str, Any], output: Format) -> None:
@@ -419,14 +416,12 @@ def _train(run: Json, name: str, digits: int) -> str:
 
 def _reason(run: Json) -> str | None:
     hold = run.get("hold") or {}
-    return hold.get("reason") or _attempt(run).get("reason")
+    return hold.get("reason") or reason_of(_attempt(run))
 
 
 def _exit(attempt: Json) -> str | None:
-    if attempt.get("exit_signal") is not None:
-        return f"signal {attempt['exit_signal']}"
-    code = attempt.get("exit_code")
-    return None if code is None else str(code)
+    shown = exit_of(attempt)
+    return shown and shown.removeprefix("exit code ")
 
 
 def _print_run(run: Json, attempts: list[dict[str, Any]]) -> None:

@@ -292,7 +292,9 @@ def _without_attempt(
     if history.ledger.verdict != "restart" or history.next_start_at is None:
         return wait("Ended", "no further attempt follows from the newest one")
     if now < history.next_start_at:
-        return wait("Backoff", f"the next attempt begins at {history.next_start_at.isoformat()}")
+        return wait(
+            "Backoff", f"the next attempt begins at {history.next_start_at.isoformat(timespec='seconds')}"
+        )
     if observed.reachable is False:
         return wait("Unreachable", "the node cannot be reached: nothing is restarted meanwhile")
     return gate or _plan(desired, Trigger(history.ledger.trigger or Trigger.FAILURE), "its delay is over")

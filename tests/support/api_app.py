@@ -262,13 +262,19 @@ def seed_attempt(
 
 
 def end_attempt(
-    state: State, attempt: Attempt, *, ended: str = "succeeded", exit_code: int | None = 0
+    state: State,
+    attempt: Attempt,
+    *,
+    ended: str = "succeeded",
+    exit_code: int | None = 0,
+    reason: str | None = None,
 ) -> None:
     """End an attempt, and the wish for it."""
 
     def write(session: Any) -> None:
         row = session.get(Attempt, attempt.id)
         row.state, row.exit_code, row.ended_at = ended, exit_code, now_of(session)
+        row.reason = reason
         run = session.get(Run, row.run_id)
         run.desired = "stopped"
         session.add_all([row, run])

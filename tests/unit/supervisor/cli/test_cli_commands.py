@@ -5,9 +5,12 @@ The reconciler is absent; where a command waits, `settle` plays it: it ends oper
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import yaml
 
+from supervisor.commands.plans import CHAIN, led_here
 from supervisor.store.tables import Node
 from tests.support.api_app import (
     end_attempt,
@@ -362,13 +365,50 @@ def test_explain_answers_in_a_few_lines_and_keeps_the_evidence_for_programs(live
 
     result = ctl("explain", "slammed")
 
-    lines = result.out.splitlines()
+    answer, _, chain = result.out.partition("\n\nled here (newest last)\n")
+    lines = answer.splitlines()
     assert (result.code, 3 <= len(lines) <= 8) == (0, True), result.out
     assert lines[0].startswith("phase ")
     assert lines[-1].startswith("to do ")
-    assert "RunCreated" in result.out
+    assert re.search(r"^  \d{4}-\S+Z  \d+s ago +RunCreated +created$", chain, re.MULTILINE)
     assert "dflashctl explain slammed -o yaml" in result.err
     assert "detects_within_s" in yaml.safe_load(ctl("explain", "slammed", "-o", "yaml").out)
+
+
+def event(reason, attempt=None):
+    return {"reason": reason, "attempt_id": attempt, "message": "", "at": "2026-01-01T00:00:00Z"}
+
+
+def test_what_led_to_a_state_is_told_oldest_first_without_the_steps_between():
+    newest_first = [
+        event("OperationFailed", "a1"),
+        event("RestartScheduled", "a1"),
+        event("AttemptFailed", "a1"),
+        event("TelemetryOKFalse"),
+        event("AttemptStarted", "a1"),
+        event("LaunchRequested", "a1"),
+        event("OperationFailed", "a0"),
+        event("StartRequested"),
+    ]
+
+    assert [found["reason"] for found in led_here(newest_first)] == [
+        "StartRequested",
+        "OperationFailed",
+        "AttemptStarted",
+        "AttemptFailed",
+        "RestartScheduled",
+    ]
+    assert len(led_here([event("StartRequested")] * 30)) == CHAIN
+
+
+def test_an_end_before_the_launch_is_called_by_its_cause_everywhere(live, run):
+    failed = {"name": "program", "status": "fail", "reason": "ProgramMissing", "message": "/x does not exist"}
+    attempt = seed_attempt(live.api.state, run, attempt_state="preflight", preflight=[failed])
+    end_attempt(live.api.state, attempt, ended="launch_failed", exit_code=None, reason="PreflightFailed")
+
+    said = [ctl(*words).out for words in (["ps"], ["show", "slammed"], ["explain", "slammed"])]
+
+    assert all("ProgramMissing (PreflightFailed)" in text for text in said), said
 
 
 def test_beginnings_of_names_are_enough_when_they_are_unambiguous(live, run):

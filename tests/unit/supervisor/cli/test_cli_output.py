@@ -89,6 +89,8 @@ def test_following_goes_on_into_the_next_attempt_with_a_marker(live, run):
 
     assert (result.code, result.out) == (0, "one\ntwo\n")
     assert (whole.code, whole.out) == (0, "three\n")
+    assert "--- slammed attempt 1 failed: " in result.err
+    assert result.err.endswith("; attempt 2 follows\n")
 
 
 def test_following_from_the_first_attempt_shows_each_log_once(live, run):
@@ -105,7 +107,12 @@ def test_following_from_the_first_attempt_shows_each_log_once(live, run):
         result = ctl("logs", "slammed", "-f")
 
     assert (result.code, result.out) == (0, "one\ntwo\n")
-    assert result.err == "--- slammed attempt 2: /srv/dflash/logs/train_slammed2.log\n"
+    told = result.err.splitlines()
+    assert told[0].startswith("--- slammed attempt 1 failed: ")
+    assert told[0].endswith("; attempt 2 follows")
+    assert told[1] == "--- slammed attempt 2: /srv/dflash/logs/train_slammed2.log"
+    assert told[2].endswith("; no further attempt starts by itself")
+    assert len(told) == 3
 
 
 def test_following_waits_for_the_launch_and_passes_over_what_was_never_launched(live, run):
