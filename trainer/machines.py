@@ -21,7 +21,7 @@ from trainer.assembly import Parts
 from trainer.checkpoint.state import TrainState
 from trainer.config import MOST_SECONDS, TrainConfig
 from trainer.flags import World, set_collective_defaults
-from trainer.lifecycle.runfolder import hold_output
+from trainer.lifecycle.runfolder import OutputHold, hold_output
 from trainer.lifecycle.signals import StopRequest
 from trainer.lifecycle.stopping import StopWatch
 from trainer.pipeline.nodes import Nodes
@@ -44,7 +44,7 @@ class Machines:
         """True on rank 0, which alone writes checkpoints, evaluates and reports to W&B."""
         return self.rank == 0
 
-    def hold_output(self, output_dir: Path) -> contextlib.AbstractContextManager[None]:
+    def hold_output(self, output_dir: Path) -> contextlib.AbstractContextManager[OutputHold | None]:
         """Keep other trainers out of the output folder; on ranks that do not write there, do nothing."""
         return hold_output(output_dir) if self.is_first else contextlib.nullcontext()
 

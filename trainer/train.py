@@ -43,7 +43,7 @@ from trainer.eval.online import OnlineEvaluation, report_evaluation
 from trainer.flags import Resolved, has_wandb_key
 from trainer.lifecycle.exits import describe
 from trainer.lifecycle.heartbeat import StatusFile
-from trainer.lifecycle.runfolder import describe_code, write_json, write_run_record
+from trainer.lifecycle.runfolder import OutputHold, describe_code, write_json, write_run_record
 from trainer.lifecycle.signals import SignalCounter, StoppedEarlyError
 from trainer.lifecycle.stalls import NativeDump, StartWatch, log_stacks
 from trainer.lifecycle.stopping import StopWatch
@@ -91,6 +91,7 @@ class Trainer:
         self._imported: dict[str, Any] | None = None
         self._worker: DrafterWorker | None = None
         self._saver: Saver | None = None
+        self._hold: OutputHold | None = None
         self._is_finished = False
         self._has_run_out = False
         self._wandb_id = ""
@@ -103,7 +104,7 @@ class Trainer:
             TrainerError: anything that ends the run before its end; its class decides the exit code.
         """
         check_devices(self.config)
-        with self._machines.hold_output(self._output_dir):
+        with self._machines.hold_output(self._output_dir) as self._hold:
             self._signals.install()
             try:
                 write_run_record(self._resolved, self._code)
@@ -310,6 +311,7 @@ class Trainer:
             board=self._board,
             protect=frozenset({parts.plan.first_step} if is_named else ()),
             saved_step=parts.plan.first_step if start.continues_lineage else -1,
+            hold=self._hold,
         )
 
     # -- pipeline -----------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from trainer.checkpoint.store import CheckpointStore, verify
 from trainer.config import CheckpointConfig
 from trainer.errors import CheckpointError
 from trainer.lifecycle.heartbeat import StatusFile
+from trainer.lifecycle.runfolder import OutputHold
 from trainer.pipeline.workers import WAIT_S, Board
 
 _LOG = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Saver:
     Args:
         protect: a step that is never pruned, because a resume points to it.
         saved_step: the step that is on disk already (of the state that was resumed).
+        hold: on the output folder, looked at before each save.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Saver:
         board: Board,
         protect: frozenset[int] = frozenset(),
         saved_step: int = -1,
+        hold: OutputHold | None = None,
     ) -> None:
         self.scores = ScoreBook(store.lineage_dir)
         self._store = store
@@ -85,6 +88,7 @@ class Saver:
         self._board = board
         self._protect = protect
         self._saved_step = saved_step
+        self._hold = hold
         self._snapshot = HostSnapshot()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
@@ -181,8 +185,10 @@ class Saver:
     def _publish(self, state: TrainState) -> Path:
         """Write export and state, look at what is on disk, and only then remove older ones."""
         verified: int | None = None
+        self._renew_hold()
         try:
             self._store.save("export", state.step, functools.partial(self._fill_export, state))
+            self._renew_hold()
             path = self._store.save("state", state.step, functools.partial(write_state, state))
             verify(path)
             verified = state.step
@@ -190,6 +196,10 @@ class Saver:
             # also after a failure: exports whose state found no room must not fill the disk further
             self._prune(verified)
         return path
+
+    def _renew_hold(self) -> None:
+        if self._hold is not None:
+            self._hold.renew()
 
     def _fill_export(self, state: TrainState, path: Path) -> None:
         weights = {

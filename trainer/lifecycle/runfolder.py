@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import platform
 import shutil
@@ -18,10 +19,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.config import config_hash
-from trainer.errors import ConfigError, DataError, TrainerError
+from trainer.errors import CheckpointError, ConfigError, DataError, TrainerError
 from trainer.flags import Resolved
 from trainer.lifecycle.locks import MOST_TRIES, give_up, take_lock
 from trainer.telemetry.capabilities import package_versions
+
+_LOG = logging.getLogger(__name__)
 
 RECORD_VERSION = 1
 LOCK = ".trainer.lock"
@@ -69,8 +72,47 @@ def describe_code() -> dict[str, Any]:
     }
 
 
+class OutputHold:
+    """The output folder of a running trainer, kept from others by its lock."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._output_dir = output_dir
+        self.stream, self.is_new = _lock(output_dir)
+        self._sign()
+
+    def renew(self) -> None:
+        """Take the folder again where somebody has removed it; called before something is written there.
+
+        Raises:
+            CheckpointError: another trainer has it by now, or it cannot be made.
+        """
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(self.stream.fileno()), (self._output_dir / LOCK).stat()):
+                return
+        former = self.stream
+        try:
+            self.stream, _ = _lock(self._output_dir)
+        except ConfigError as error:
+            raise CheckpointError(
+                f"the output folder was removed while this run used it, and cannot be taken again: {error}"
+            ) from error
+        former.close()
+        self._sign()
+        _LOG.warning(
+            "the output folder was removed while this run used it, it is made anew: %s", self._output_dir
+        )
+
+    def _sign(self) -> None:
+        # on a full disk only the name of the holder is lost; the lock holds without it
+        with contextlib.suppress(OSError):
+            os.ftruncate(self.stream.fileno(), 0)
+            os.write(self.stream.fileno(), str(os.getpid()).encode())
+
+
 @contextlib.contextmanager
-def hold_output(output_dir: Path, *, leaves_nothing_on: type[TrainerError] = DataError) -> Iterator[None]:
+def hold_output(
+    output_dir: Path, *, leaves_nothing_on: type[TrainerError] = DataError
+) -> Iterator[OutputHold]:
     """Keep other trainers out of an output folder while this one uses it.
 
     Args:
@@ -81,18 +123,15 @@ def hold_output(output_dir: Path, *, leaves_nothing_on: type[TrainerError] = Dat
     Raises:
         ConfigError: the folder cannot be made, or another trainer holds it (its pid is named).
     """
-    stream, is_new = _lock(output_dir)
-    with stream:
-        # on a full disk only the name of the holder is lost; the lock holds without it
-        with contextlib.suppress(OSError):
-            os.ftruncate(stream.fileno(), 0)
-            os.write(stream.fileno(), str(os.getpid()).encode())
-        try:
-            yield
-        except leaves_nothing_on:
-            if is_new:
-                _remove_traces(output_dir)
-            raise
+    hold = OutputHold(output_dir)
+    try:
+        yield hold
+    except leaves_nothing_on:
+        if hold.is_new:
+            _remove_traces(output_dir)
+        raise
+    finally:
+        hold.stream.close()
 
 
 def _lock(output_dir: Path) -> tuple[TextIO, bool]:

@@ -1,0 +1,75 @@
+"""An output folder removed under a running trainer: made anew, unless another trainer has it by then."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny import tiny_target, write_tiny_corpus
+from tests.support.trainer_runs import await_end_of_workers, run_here, settings_for
+from trainer.checkpoint import saver as saver_module
+from trainer.checkpoint.store import CheckpointStore
+from trainer.errors import CheckpointError, ConfigError
+from trainer.lifecycle.runfolder import hold_output
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> list[str]:
+    model, data = tiny_target(tmp_path), write_tiny_corpus(tmp_path / "data")
+    return settings_for(model, data, tmp_path / "out", checkpoint__every=6)
+
+
+def after_first_export(monkeypatch: pytest.MonkeyPatch, act) -> None:
+    """Let `act` run once, when the first export of the run is written, before its state."""
+    original, waiting = saver_module.write_export, [act]
+
+    def write(*args, **kwargs):
+        original(*args, **kwargs)
+        if waiting:
+            waiting.pop()()
+
+    monkeypatch.setattr(saver_module, "write_export", write)
+
+
+def test_an_output_removed_in_the_middle_is_made_anew_and_held_again(
+    settings, tmp_path, monkeypatch, caplog
+) -> None:
+    after_first_export(monkeypatch, lambda: shutil.rmtree(tmp_path / "out"))
+    held = []
+    original = saver_module.verify
+
+    def look(path: Path) -> None:
+        original(path)
+        with pytest.raises(ConfigError, match="in use by another trainer"), hold_output(tmp_path / "out"):
+            pass
+        held.append(path.name)
+
+    monkeypatch.setattr(saver_module, "verify", look)
+
+    assert run_here(settings) == 0
+
+    assert held == ["step-00000012", "step-00000018"]
+    assert CheckpointStore(tmp_path / "out" / "lineage-0000").find_newest().step == 18
+    assert caplog.text.count("the output folder was removed while this run used it, it is made anew") == 1
+
+
+def test_an_output_that_another_trainer_has_by_now_gets_nothing_more(
+    settings, tmp_path, monkeypatch, caplog
+) -> None:
+    with contextlib.ExitStack() as other:
+
+        def take_over() -> None:
+            shutil.rmtree(tmp_path / "out")
+            other.enter_context(hold_output(tmp_path / "out"))
+
+        after_first_export(monkeypatch, take_over)
+
+        with pytest.raises(CheckpointError, match=r"cannot be taken again: .* in use by another trainer"):
+            run_here(settings)
+        await_end_of_workers()
+
+        assert [path.name for path in (tmp_path / "out").rglob("*") if "step" in path.name] == []
+    assert caplog.text.count("training goes on") >= 1
