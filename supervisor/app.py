@@ -101,6 +101,7 @@ class Daemon:
         self._build_transport = build_transport or build_node_transport
         self._sources = sources or bundled_sources(settings)
         self._lock = StateLock(settings.state_dir)
+        self._started_at = self.clock.now().isoformat(timespec="seconds")
         self._tasks: list[asyncio.Task[None]] = []
         self._scheduler: Scheduler | None = None
         self.store: Store
@@ -119,13 +120,17 @@ class Daemon:
         os.umask(0o077)
         try:
             self.settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock.acquire(started_at=self.clock.now().isoformat(), port=self.settings.port)
+            self._lock.acquire(started_at=self._started_at)
             await self._open()
         except BaseException as error:
             await self.stop()
             if isinstance(error, OSError):
                 raise _unusable(self.settings.state_dir, error) from error
             raise
+
+    def note_address(self, url: str) -> None:
+        """Where this daemon listens, for whoever finds the folder in use: the port may be any free one."""
+        self._lock.note(started_at=self._started_at, url=url)
 
     async def _open(self) -> None:
         self.store = Store(self.settings.database_target, clock=self.clock)

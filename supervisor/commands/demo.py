@@ -24,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from supervisor.commands.output import duration
 from supervisor.domain.errors import ConfigError, SupervisorError
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def _deploy_and_run(places: Places, url: str, client: Client) -> None:
 def _follow(client: Client, url: str, full_lock: Path) -> None:
     is_changed = False
     first_attempt: int | None = None
-    shown_at = 0.0
+    shown_at, pace = 0.0, Pace()
     while True:
         run = client.get(f"/v1/runs/{RUN}")
         attempt = run.get("attempt") or {}
@@ -208,7 +209,8 @@ def _follow(client: Client, url: str, full_lock: Path) -> None:
         step, total = status.get("step"), status.get("total_steps")
         if time.monotonic() - shown_at >= SHOW_EVERY_S:
             shown_at = time.monotonic()
-            _tell(progress_line(run))
+            now_s = time.monotonic()
+            _tell(progress_line(run, elapsed_s=pace.elapsed_s(now_s), left_s=pace.left_s(run, now_s)))
         if not is_changed and step and total and step >= CHANGE_AT * total:
             is_changed = True
             _chapter("a dependency changes: the lock gains the missing package")
@@ -225,15 +227,43 @@ def _follow(client: Client, url: str, full_lock: Path) -> None:
         raise DemoError("the dependency change did not restart the run", hint=f"see dflashctl drift {RUN}")
 
 
-def progress_line(run: dict[str, Any]) -> str:
-    """One line about a live run: attempt, phase, step, loss, expected acceptance length, tokens/s, queue."""
+class Pace:
+    """How long the run has been watched, and how long it will still train at the pace of this attempt."""
+
+    def __init__(self) -> None:
+        self._begun_s: float | None = None
+        self._first: tuple[int | None, int, float] | None = None
+        """attempt, step and time of the first step that was seen of it"""
+
+    def elapsed_s(self, now_s: float) -> float:
+        """Seconds since the first call."""
+        self._begun_s = now_s if self._begun_s is None else self._begun_s
+        return now_s - self._begun_s
+
+    def left_s(self, run: dict[str, Any], now_s: float) -> float | None:
+        """Seconds to the last step; None until the attempt has moved."""
+        attempt = run.get("attempt") or {}
+        status = attempt.get("status") or {}
+        step, total = status.get("step"), status.get("total_steps")
+        if not step or not total:
+            return None
+        if self._first is None or self._first[0] != attempt.get("number"):
+            self._first = (attempt.get("number"), step, now_s)
+        moved = step - self._first[1]
+        return (total - step) * (now_s - self._first[2]) / moved if moved > 0 else None
+
+
+def progress_line(run: dict[str, Any], *, elapsed_s: float, left_s: float | None) -> str:
+    """One line about a live run: times, attempt, phase, step, loss, acceptance, tokens/s, queue."""
     attempt = run.get("attempt") or {}
     status = attempt.get("status") or {}
     metrics = run.get("metrics") or {}
     train, queue = metrics.get("train") or {}, metrics.get("queue") or {}
     buckets = [bucket.get("depth") for bucket in queue.get("buckets") or []]
+    left = f"about {duration(left_s)} left" if left_s is not None else "time left unknown"
     return (
-        f"  attempt {attempt.get('number')} {status.get('phase') or run['phase']:<13} "
+        f"  {duration(elapsed_s):>7}, {left:<19} "
+        f"attempt {attempt.get('number')} {status.get('phase') or run['phase']:<13} "
         f"step {_shown(status.get('step'))}/{_shown(status.get('total_steps'))}  "
         f"loss {_shown(train.get('loss'), 3)}  expected acceptance length {_shown(train.get('eal'), 2)}  "
         f"{_shown(train.get('tok_s'), 0)} tok/s  q_hs={_shown(queue.get('hs'))} q_hsb={buckets}"

@@ -7,7 +7,6 @@ ids only; beginnings are resolved here, so that scripts that talk REST are never
 from __future__ import annotations
 
 import contextlib
-import difflib
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
@@ -16,6 +15,7 @@ import typer
 from supervisor.commands.output import UsageFaultError
 from supervisor.commands.session import Session
 from supervisor.domain.errors import NotFoundError, SupervisorError
+from supervisor.domain.near import unknown_name_hint
 
 if TYPE_CHECKING:
     from supervisor.client import Client
@@ -52,12 +52,10 @@ def find_object(client: Client, kind: str, text: str) -> Json:
 
 
 def _not_found(kind: str, text: str, names: list[str]) -> NotFoundError:
-    near = difflib.get_close_matches(text, names, n=1, cutoff=0.6)
     singular = kind.removesuffix("s")
-    listing = "dflashctl ps" if kind == "runs" else "dflashctl node ls"
     error = NotFoundError(
         f"no such {singular}: {text!r}",
-        hint=f"did you mean {near[0]}" if near else f"see: {listing}",
+        hint=unknown_name_hint(singular, text, names),
         kind=singular,
         name=text,
     )

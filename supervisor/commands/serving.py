@@ -94,6 +94,7 @@ def serve(
     app = create_app(settings)
 
     async def announce(url: str) -> None:
+        app.state.supervisor.note_address(url)
         code = await _login_code(app)
         typer.echo(f"listening on {url}/#code={code}  admin token: {settings.admin_token_file}")
         sys.stdout.flush()

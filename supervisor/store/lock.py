@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -42,16 +43,25 @@ class StateLock:
         except OSError as error:
             holder = _read_facts(descriptor)
             os.close(descriptor)
-            named = ", ".join(f"{key} {value}" for key, value in holder.items()) or "unknown"
+            words = {"started_at": "started at"}
+            named = ", ".join(f"{words.get(key, key)} {value}" for key, value in holder.items()) or "unknown"
+            url = holder.get("url")
+            use = f"use that one: export DFLASHCTL_URL={shlex.quote(str(url))}" if url else "use that one"
             raise ConflictError(
                 f"another daemon runs on {self._path.parent}: {named}",
                 reason="StateFolderInUse",
-                hint="use that one, end it first, or choose another --state-dir",
+                hint=f"{use}; or end it first, or choose another --state-dir",
                 holder=holder,
             ) from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), **facts}).encode(), 0)
         self._descriptor = descriptor
+        self.note(**facts)
+
+    def note(self, **facts: Any) -> None:
+        """Replace what is said about this daemon; nothing happens while the lock is not held."""
+        if self._descriptor is None:
+            return
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), **facts}).encode(), 0)
 
     def release(self) -> None:
         """Give the lock back; harmless when it is not held."""

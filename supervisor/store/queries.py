@@ -12,6 +12,7 @@ from sqlalchemy.orm import aliased
 from sqlmodel import Session, col, func, or_, select
 
 from supervisor.domain.errors import NotFoundError
+from supervisor.domain.near import unknown_name_hint
 from supervisor.domain.run import LIVE, TERMINAL
 from supervisor.store.tables import Attempt, Deployment, GpuSample, MetricLine, Node, Operation, Run
 
@@ -30,7 +31,9 @@ def find_node(session: Session, name_or_id: str) -> Node | None:
 
 def get_node(session: Session, name_or_id: str) -> Node:
     """Node by name or id; NotFoundError otherwise."""
-    return _found(find_node(session, name_or_id), kind="node", name=name_or_id)
+    found = find_node(session, name_or_id)
+    known = () if found else session.exec(select(Node.name)).all()
+    return _found(found, kind="node", name=name_or_id, known=known)
 
 
 def find_run(session: Session, name_or_id: str) -> Run | None:
@@ -40,7 +43,9 @@ def find_run(session: Session, name_or_id: str) -> Run | None:
 
 def get_run(session: Session, name_or_id: str) -> Run:
     """Run by name or id; NotFoundError otherwise."""
-    return _found(find_run(session, name_or_id), kind="run", name=name_or_id)
+    found = find_run(session, name_or_id)
+    known = () if found else session.exec(select(Run.name)).all()
+    return _found(found, kind="run", name=name_or_id, known=known)
 
 
 def get_attempt(session: Session, run: Run, number: int) -> Attempt:
@@ -199,12 +204,11 @@ def newest_gpu_sample(session: Session, node_id: str) -> GpuSample | None:
     return session.exec(query.order_by(col(GpuSample.t).desc(), col(GpuSample.id).desc()).limit(1)).first()
 
 
-def _found(row: T | None, *, kind: str, name: str) -> T:
+def _found(row: T | None, *, kind: str, name: str, known: Sequence[str] = ()) -> T:
     if row is None:
-        command = "node ls" if kind == "node" else "ps"
         raise NotFoundError(
             f"no {kind} is called {name}",
-            hint=f"list what there is with `dflashctl {command}`",
+            hint=unknown_name_hint(kind, name, known),
             kind=kind,
             name=name,
         )

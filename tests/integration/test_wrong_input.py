@@ -123,7 +123,8 @@ def add_node(bed: Bed, pct_host: PctHost) -> Iterator[Any]:
 def assert_refused(result: Result, code: int, reason: str, *texts: str) -> None:
     """The documented code, and a message with cause and remedy."""
     assert result.code == code, result
-    assert result.err.splitlines()[-3].startswith("error: "), result
+    told = [line for line in result.err.splitlines() if not line.startswith("  next: ")]
+    assert told[-3].startswith("error: "), result
     assert f"\n  why: {reason}" in result.err, result
     assert "\n  do: " in result.err, result
     for text in texts:
@@ -465,6 +466,7 @@ def test_two_daemons_on_one_state_folder(bed: Bed) -> None:
     assert_refused(Result(second.returncode, second.stdout, second.stderr), CONFLICT, "StateFolderInUse")
     assert str(bed.daemon.pid) in second.stderr
     assert str(bed.daemon.state_dir) in second.stderr
+    assert bed.daemon.url in second.stderr, "the port that it has, not the 0 that was asked for"
     bed.daemon.done("ps")
 
 

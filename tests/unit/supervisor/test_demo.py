@@ -9,6 +9,7 @@ import pytest
 from supervisor.commands.demo import (
     LATE_PACKAGE,
     DemoError,
+    Pace,
     Places,
     progress_line,
     render_run,
@@ -52,7 +53,26 @@ def test_a_lock_loses_one_package_with_its_hashes() -> None:
 
 
 def test_a_line_about_a_run_shows_unknown_as_a_dash() -> None:
-    assert "step –/–  loss –" in progress_line({"phase": "starting"})
+    line = progress_line({"phase": "starting"}, elapsed_s=0.0, left_s=None)
+
+    assert "step –/–  loss –" in line
+    assert "time left unknown" in line
+
+
+def live_run(attempt: int, step: int) -> dict[str, object]:
+    return {"phase": "running", "attempt": {"number": attempt, "status": {"step": step, "total_steps": 100}}}
+
+
+def test_the_time_left_follows_from_the_pace_of_the_present_attempt() -> None:
+    pace = Pace()
+
+    assert (pace.elapsed_s(5.0), pace.elapsed_s(65.0)) == (0.0, 60.0)
+    assert pace.left_s(live_run(1, 10), 100.0) is None
+    assert pace.left_s(live_run(1, 20), 110.0) == 80.0
+    assert pace.left_s(live_run(2, 20), 111.0) is None
+    assert pace.left_s(live_run(2, 40), 151.0) == 120.0
+    shown = progress_line(live_run(2, 40), elapsed_s=125.0, left_s=120.0)
+    assert shown.startswith("    2m 5s, about 2m 0s left")
 
 
 def test_the_run_file_is_one_that_the_supervisor_reads(tmp_path: Path) -> None:

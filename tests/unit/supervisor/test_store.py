@@ -241,7 +241,11 @@ def test_a_second_daemon_is_refused_naming_the_first(tmp_path: Path) -> None:
         StateLock(tmp_path).acquire()
     assert caught.value.reason == "StateFolderInUse"
     assert f"pid {os.getpid()}" in caught.value.message
-    assert "http://127.0.0.1:8420" in caught.value.message
+    assert "started at today" in caught.value.message
+    assert caught.value.hint.startswith("use that one: export DFLASHCTL_URL=http://127.0.0.1:8420; or")
+    first.note(url="http://127.0.0.1:41000")
+    with pytest.raises(ConflictError, match="41000"):
+        StateLock(tmp_path).acquire()
     first.release()
     with StateLock(tmp_path):
         pass
