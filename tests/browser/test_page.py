@@ -56,6 +56,9 @@ def test_a_run_is_watched_restarted_and_stopped_from_its_page(page: Page, site: 
     expect(page.get_by_role("img", name=re.compile("Loss over time, newest loss [0-9]"))).to_be_visible()
     expect(page.get_by_role("img", name=re.compile("queue by bucket over time, newest ≤"))).to_be_visible()
 
+    events = page.get_by_role("region", name="events")
+    expect(events.get_by_role("row", name=re.compile("StartRequested"))).to_contain_text("token admin")
+
     page.get_by_role("button", name="Restart").click()
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text("watched")
@@ -104,6 +107,29 @@ def test_gpu_tiles_show_samples_with_units(page: Page, site: Site) -> None:
     expect(tiles).to_contain_text("97 %")
     expect(tiles).to_contain_text("80 GiB of 140 GiB")
     expect(tiles).to_contain_text("590 W")
+
+
+def test_a_single_sample_is_drawn_and_told(page: Page, site: Site) -> None:
+    site.run("short", "--steps", "1")
+    open_run(page, site, "short")
+
+    charts = page.get_by_role("region", name="charts")
+    expect(charts.get_by_text("one sample so far").first).to_be_visible()
+    loss = page.get_by_role("img", name=re.compile("Loss over time"))
+    middle = loss.evaluate(
+        """plot => { const canvas = plot.querySelector("canvas"), context = canvas.getContext("2d");
+        const x = Math.round(canvas.width / 2), colours = new Set();
+        const half = context.getImageData(x - 60, 0, 160, canvas.height).data;
+        for (let at = 0; at < half.length; at += 4) if (half[at + 3] === 255)
+          colours.add([half[at], half[at + 1], half[at + 2]].join());
+        return [...colours]; }"""
+    )
+    colour = page.evaluate(
+        """() => { const probe = document.createElement("i");
+        probe.style.color = "var(--series-1)"; document.body.append(probe);
+        return getComputedStyle(probe).color.match(/\\d+/g).join(); }"""
+    )
+    assert colour in middle
 
 
 def test_the_log_follows_until_the_reader_scrolls_up(page: Page, site: Site) -> None:

@@ -32,7 +32,8 @@ export interface Attempt {
   exit_code: number | null;
   exit_signal: number | null;
   last_lines: string[];
-  launch_error: { message?: string } | null;
+  launch_error: { message?: string; reason?: string } | null;
+  preflight?: { status: string; reason: string }[] | null;
   status: Status | null;
   last_checkpoint: { step: number; path: string; saved_at: number | string } | null;
   release: string | null;

@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import type { MetricRecord } from "./model";
-import { append, bucketLines, line, MAX_POINTS } from "./series";
+import { append, bucketLines, line, MAX_POINTS, sampleCount, timeRange } from "./series";
 
 const record = (t: number, loss: number | null = 1): MetricRecord => ({ t, step: t, train: { loss } });
 
@@ -13,6 +13,16 @@ describe("series", () => {
     const all = append([], Array.from({ length: MAX_POINTS + 3 }, (_, t) => record(t)));
     expect(all.length).toBe(MAX_POINTS);
     expect(all[0]?.t).toBe(3);
+  });
+  it("counts the samples of the fullest line, gaps left out", () => {
+    const lines = [[1, null, null], [null, 2, 3]].map((values) => ({ label: "", colour: "", values }));
+    expect(sampleCount(lines)).toBe(2);
+    expect(sampleCount([])).toBe(0);
+  });
+  it("puts a single sample into the middle of a minute", () => {
+    expect(timeRange([100], 100, 86500)).toEqual([70, 130]);
+    expect(timeRange([100, 101], 100, 101)).toEqual([100, 101]);
+    expect(timeRange([], null, null)).toEqual([null, null]);
   });
   it("keeps null as a gap", () => {
     expect(line([record(1, 2), record(2, null)], "loss", "--series-1", (r) => r.train?.loss).values).toEqual([2, null]);

@@ -21,6 +21,21 @@ export function line(records: MetricRecord[], label: string, colour: string, pic
   return { label, colour, values: records.map((record) => pick(record) ?? null) };
 }
 
+// How many samples the fullest line has: a line through one point is nothing to be seen.
+export function sampleCount(lines: Line[]): number {
+  return Math.max(0, ...lines.map((line) => line.values.filter((value) => value !== null).length));
+}
+
+export const SPARSE = 3;
+const ALONE_S = 30;
+
+// The time axis: what the samples span; around a single one half a minute to either side, where a whole day
+// would put it on the edge.
+export function timeRange(at: ArrayLike<number>, from: number | null, to: number | null): [number | null, number | null] {
+  const only = at.length === 1 ? at[0] : undefined;
+  return only === undefined ? [from, to] : [only - ALONE_S, only + ALONE_S];
+}
+
 const COLOURS = 6;
 
 // One line per length bucket of the hidden-states queue, shortest first.

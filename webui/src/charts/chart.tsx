@@ -1,6 +1,7 @@
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
+import { SPARSE, sampleCount, timeRange } from "../series";
 import { theme } from "../theme";
 
 export interface Line {
@@ -24,13 +25,14 @@ function cssVariable(name: string): string {
 }
 
 function options(props: Props, width: number): uPlot.Options {
+  const isSparse = sampleCount(props.lines) < SPARSE;
   const axis = { stroke: cssVariable("--text-soft"), grid: { stroke: cssVariable("--line"), width: 1 }, ticks: { show: false } };
   return {
     width,
     height: HEIGHT,
     legend: { show: false },
     cursor: { y: false },
-    scales: { x: { time: true } },
+    scales: { x: { time: true, range: (self, from, to) => timeRange(self.data[0], from, to) as uPlot.Range.MinMax } },
     axes: [
       { ...axis, values: "{HH}:{mm}:{ss}", space: 70 },
       { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => props.format(tick)) },
@@ -38,7 +40,7 @@ function options(props: Props, width: number): uPlot.Options {
     series: [
       {},
       // width 1 keeps uPlot on its fast path; gaps stay gaps
-      ...props.lines.map((line) => ({ label: line.label, stroke: cssVariable(line.colour), width: 1, spanGaps: false, points: { show: props.times.length < 3 } })),
+      ...props.lines.map((line) => ({ label: line.label, stroke: cssVariable(line.colour), width: 1, spanGaps: false, points: { show: isSparse, size: 8, fill: cssVariable(line.colour) } })),
     ],
   };
 }
@@ -48,7 +50,8 @@ export function Chart(props: Props) {
   const host = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
   const data = [props.times, ...props.lines.map((line) => line.values)] as uPlot.AlignedData;
-  const shape = `${theme.value}|${props.times.length < 3}|${props.lines.map((line) => line.label + line.colour).join(",")}`;
+  const samples = sampleCount(props.lines);
+  const shape = `${theme.value}|${samples < SPARSE}|${props.lines.map((line) => line.label + line.colour).join(",")}`;
 
   useEffect(() => {
     const element = host.current;
@@ -83,7 +86,7 @@ export function Chart(props: Props) {
         </span>
       </figcaption>
       <div ref={host} class="plot" role="img" aria-label={`${props.title} over time, newest ${props.lines.map((line) => `${line.label} ${props.format(line.values.at(-1) ?? null)}`).join(", ")}`} />
-      {props.times.length === 0 && <p class="chart-empty">no samples yet</p>}
+      {samples < 2 && <p class={samples === 0 ? "chart-empty" : "chart-empty aside"}>{samples === 0 ? "no samples yet" : "one sample so far"}</p>}
     </figure>
   );
 }

@@ -1,4 +1,5 @@
 import { useState } from "preact/hooks";
+import { actorName, tokenNames } from "../actors";
 import { decimal, duration, integer, utc } from "../format";
 import { now } from "../live";
 import type { Attempt, Condition, Event, MetricRecord, Run } from "../model";
@@ -55,8 +56,15 @@ export function Conditions({ conditions }: { conditions: Condition[] }) {
   );
 }
 
+// As the command line calls it: the name that the check or the launch gave to the cause, and the reason of the end.
+function reasonOf(attempt: Attempt): string | null {
+  if (attempt.state !== "launch_failed" || !attempt.reason) return attempt.reason;
+  const cause = attempt.launch_error?.reason ?? attempt.preflight?.find((check) => check.status === "fail")?.reason;
+  return cause && cause !== attempt.reason ? `${cause} (${attempt.reason})` : attempt.reason;
+}
+
 function ending(attempt: Attempt): string {
-  const cause = [attempt.reason, attempt.exit_signal != null ? `signal ${attempt.exit_signal}` : attempt.exit_code != null ? `exit ${attempt.exit_code}` : null];
+  const cause = [reasonOf(attempt), attempt.exit_signal != null ? `signal ${attempt.exit_signal}` : attempt.exit_code != null ? `exit ${attempt.exit_code}` : null];
   return cause.filter(Boolean).join(" · ") || "–";
 }
 
@@ -125,7 +133,7 @@ export function Events({ events }: { events: Event[] }) {
                   <td class="soft nowrap"><When at={event.at} /></td>
                   <td>{event.reason}</td>
                   <td>{event.message}</td>
-                  <td class="soft">{event.actor}</td>
+                  <td class="soft" title={event.actor}>{actorName(event.actor, tokenNames.value)}</td>
                 </tr>
               ))}
             </tbody>

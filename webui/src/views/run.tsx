@@ -1,4 +1,5 @@
 import { useEffect, useState } from "preact/hooks";
+import { loadTokenNames } from "../actors";
 import { get } from "../api";
 import { Chart } from "../charts/chart";
 import { decimal, integer } from "../format";
@@ -55,6 +56,7 @@ export function RunView({ name }: { name: string }) {
     document.title = `${name} · dflash-supervisor`;
     loadRun();
     loadMetrics();
+    void loadTokenNames();
     const isOurs = (data: unknown) => (data as Live).run === name || (data as Live).subject === `run/${name}`;
     const stops = [
       on("event", (data) => isOurs(data) && loadRun()),
