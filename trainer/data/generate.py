@@ -136,7 +136,8 @@ def _complete_all(
         report.cut_off += sum(completion.is_cut_off for _, completion in finished)
 
     limits = DecodingLimits(max_new_tokens=args.max_new_tokens, stop_ids=stops, batch_size=args.batch_size)
-    log.info("generate: %d prompts, %d at a time, on %s", len(requests), args.batch_size, args.device)
+    at_once = f"{args.batch_size}" if args.batch_size else "as many as suit the device"
+    log.info("generate: %d prompts, %s at a time, on %s", len(requests), at_once, args.device)
     report.stats = target.decode(requests, limits, deliver)
 
 

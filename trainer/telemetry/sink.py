@@ -6,6 +6,7 @@ goes on: watching never slows or ends training. Must not import torch.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import os
@@ -57,9 +58,9 @@ class JsonlSink:
         try:
             if self.path.exists() and self.path.stat().st_size + len(data) > self._max_bytes:
                 self.path.replace(self.path.with_name("metrics.ndjson.1"))
-            handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             try:
-                os.write(handle, data)
+                _append_whole(handle, data)
             finally:
                 os.close(handle)
         except OSError as error:
@@ -69,6 +70,16 @@ class JsonlSink:
 
     def close(self) -> None:
         """Nothing is held open between lines."""
+
+
+def _append_whole(handle: int, data: bytes) -> None:
+    """Append a line, or nothing of it: a disk that fills takes a part without an error."""
+    size = os.fstat(handle).st_size
+    if size and os.pread(handle, 1, size - 1) != b"\n":  # torn by a crash of the machine
+        data = b"\n" + data
+    if os.write(handle, data) < len(data):
+        os.ftruncate(handle, size)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class WandbSink:

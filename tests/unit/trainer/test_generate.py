@@ -6,6 +6,7 @@ import argparse
 import errno
 import fcntl
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -306,3 +307,15 @@ def test_prompts_of_others_beside_a_new_output_are_not_touched(tmp_path):
         pass
 
     assert (tmp_path / "chats.jsonl.prompts.jsonl").read_text() == '{"prompt": "mine"}'
+
+
+def test_without_a_batch_size_the_log_says_that_the_device_decides(model_dir, tmp_path, caplog):
+    write_prompts(tmp_path)
+    files = ["--prompts", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    parser = argparse.ArgumentParser()
+    add_generate_arguments(parser)
+
+    with caplog.at_level(logging.INFO):
+        run_generate(parser.parse_args(["--target-model", str(model_dir), *files, "--max-new-tokens", "2"]))
+
+    assert "generate: 7 prompts, as many as suit the device at a time, on cpu" in caplog.text
