@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from supervisor.commands.costs import print_costs
 from supervisor.commands.ends import describe_end
 from supervisor.commands.naming import NodeArgument, RunArgument, find_object, path_of
 from supervisor.commands.output import (
@@ -132,13 +133,24 @@ def print_plan(plan: Json) -> None:
     for position, step in enumerate(plan.get("steps") or [], start=1):
         limit = f" (at most {duration(step['limit_s'])})" if step.get("limit_s") is not None else ""
         typer.echo(f"  {position}. {clean(step['action'])}: {clean(step['detail'])}{limit}")
-    for title in ("costs", "risks"):
-        if plan.get(title):
-            typer.echo(f"{title}:")
-            _print_nested(plan[title])
-    known = ("action", "summary", "steps", "costs", "risks", "would_refuse")
+    if plan.get("costs"):
+        typer.echo("costs:")
+        print_costs(plan["costs"])
+    if plan.get("risks"):
+        typer.echo("risks:")
+        _print_nested(plan["risks"])
+    for touched in plan.get("affected_runs") or []:
+        typer.echo(f"touches: {clean(touched['run'])}, attempt {touched['attempt']}; {_on_change(touched)}")
+    known = ("action", "summary", "steps", "costs", "risks", "would_refuse", "affected_runs")
     rest = {key: value for key, value in plan.items() if key not in known and value not in (None, [], {})}
-    print_pairs((key, _inline(key, value)) for key, value in rest.items())
+    print_pairs((key.replace("_", " "), _inline(key, value)) for key, value in rest.items())
+
+
+def _on_change(touched: Json) -> str:
+    """What the run does by itself when the deploy changed something of that class."""
+    classes = ("release", "capability", "critical", "minor")
+    words = [f"{kind} {touched.get(f'on_{kind}_change')}".replace("_", " ") for kind in classes]
+    return f"on a change of: {', '.join(words)}"
 
 
 def _plan_run(ctx: typer.Context, run: str, action: str, output: Format) -> None:

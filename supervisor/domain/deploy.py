@@ -312,14 +312,14 @@ def recommend(cost: RestartCost) -> tuple[str, str]:
     """`now`, `next_checkpoint` or `unknown`, and why."""
     if cost.now_gpu_s is None or cost.next_checkpoint_gpu_s is None:
         return "unknown", f"not known yet: {', '.join(cost.unknown)}"
-    saved = cost.now_gpu_s - cost.next_checkpoint_gpu_s
+    saved = f"{cost.now_gpu_s - cost.next_checkpoint_gpu_s:.0f} {'GPU-seconds' if cost.gpus else 'seconds'}"
     if (
         cost.overhead_s is not None
         and cost.lost_s is not None
         and cost.lost_s <= 0.1 * max(cost.overhead_s, 1.0)
     ):
-        return "now", f"a checkpoint was just written: waiting would save only {saved:.0f} GPU-seconds"
-    return "next_checkpoint", f"waiting for the next checkpoint saves {saved:.0f} GPU-seconds of work"
+        return "now", f"a checkpoint was just written: waiting would save only {saved}"
+    return "next_checkpoint", f"waiting for the next checkpoint saves {saved} of work"
 
 
 def _distribution_change(

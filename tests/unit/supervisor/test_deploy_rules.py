@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,10 @@ def test_cost_now_and_at_the_next_checkpoint() -> None:
     assert recommend(cost)[0] == "next_checkpoint"
     fresh = restart_cost(gpus=8, times=TIMES, since_checkpoint_s=5, checkpoint_interval_s=None, elapsed_s=600)
     assert (recommend(fresh)[0], fresh.wait_s) == ("now", None)
+    assert recommend(cost)[1] == "waiting for the next checkpoint saves 4800 GPU-seconds of work"
+    assert (
+        "saves 600 seconds" in recommend(replace(cost, gpus=0, now_gpu_s=1020, next_checkpoint_gpu_s=420))[1]
+    )
 
 
 def test_an_unknown_cost_is_not_zero() -> None:
