@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -31,6 +33,7 @@ _LOG = logging.getLogger(__name__)
 LIMIT_KEYS = "queue.stall_s and the longest of the phases that another machine may be in"
 MEET_S = 600.0
 """How long a rank waits for the others to come at all."""
+ASK_EVERY_S = 1.0
 LINK_MARGIN_S = 60.0
 """The link's own limit comes so much after the stall limit, which shows where the threads stand."""
 
@@ -53,6 +56,7 @@ class Nodes:
         self._limit_s = limit_s
         backend = "cpu:gloo,cuda:nccl" if uses_cuda else "gloo"
         try:
+            _await_name(world)
             store, _, _ = next(
                 rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=MEET_S))
             )
@@ -173,6 +177,33 @@ class Nodes:
                 yield
         except RuntimeError as error:
             raise PipelineError(self._pulse.explain_loss(_first_line(error))) from error
+
+
+def _await_name(world: World) -> None:
+    """Wait until the meeting point's name means an address: torch itself asks without a limit.
+
+    Raises:
+        OSError: it never did.
+        UnicodeError: it cannot be a name.
+    """
+    deadline_s = time.monotonic() + MEET_S
+    is_told = False
+    while True:
+        try:
+            socket.getaddrinfo(world.address, world.port, type=socket.SOCK_STREAM)
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline_s:
+                raise
+            if not is_told:
+                _LOG.warning(
+                    "MASTER_ADDR is no name that this machine knows: %s (%s); asking again for %.0f s",
+                    world.address,
+                    error.strerror,
+                    MEET_S,
+                )
+                is_told = True
+        time.sleep(ASK_EVERY_S)
 
 
 def _first_line(error: BaseException) -> str:
