@@ -8,6 +8,8 @@ from trainer.checkpoint.snapshot import HostSnapshot
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # torch calls its own check for synchronization a prototype
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
 
 

@@ -19,6 +19,8 @@ from trainer.target.loader import load_target
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    # torch calls its own check for synchronization a prototype
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
 
 PROMPTS = [[5 + (7 * i + 3 * j) % 50 for j in range(1 + 5 * i)] for i in range(12)]

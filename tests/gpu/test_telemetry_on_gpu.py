@@ -15,6 +15,8 @@ from trainer.telemetry.nvml import NvmlReader, name_devices
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    # torch calls its own check for synchronization a prototype
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
 
 

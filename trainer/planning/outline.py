@@ -150,7 +150,7 @@ class FusedAttention(TorchFunctionMode):
     """On the meta device, puts a kernel with the memory of fused attention in the place of sdpa.
 
     CUDA has no fused kernel for a mask together with grouped heads (cuDNN's is switched off when a target is
-    loaded): there torch's plain operations run, and they run here too.
+    loaded): `drafter.attention` repeats the heads there, and so does this.
 
     A question about values there (`if tensor.all()`) is answered with yes: transformers asks whether
     positions are those of plain documents, and they are.
@@ -166,11 +166,13 @@ class FusedAttention(TorchFunctionMode):
             if func is torch.Tensor.__bool__:
                 return True
             mask = (kwargs or {}).get("attn_mask")
-            if self._on_cuda and mask is not None and args[0].shape[1] != args[1].shape[1]:
-                return func(*args, **(kwargs or {}))
+            q_BHQE, k_BGSE, v_BGSE = args
+            groups = q_BHQE.shape[1] // k_BGSE.shape[1]
+            if self._on_cuda and mask is not None and groups > 1:
+                k_BGSE, v_BGSE = (x.repeat_interleave(groups, dim=1) for x in (k_BGSE, v_BGSE))
             # kernels take a mask of yes and no as numbers to add
-            bias = None if mask is None else torch.empty_like(mask, dtype=args[0].dtype)
-            return _Fused.apply(args[0], args[1], args[2], bias)  # type: ignore[no-untyped-call]
+            bias = None if mask is None else torch.empty_like(mask, dtype=q_BHQE.dtype)
+            return _Fused.apply(q_BHQE, k_BGSE, v_BGSE, bias)  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
