@@ -10,6 +10,7 @@ or know models.
 from __future__ import annotations
 
 import hashlib
+import logging
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -29,9 +30,11 @@ from trainer.data.sources import (
     table_batches,
     unchanging,
 )
-from trainer.data.staging import find_interrupted
+from trainer.data.staging import find_interrupted, has_unfinished_work
 from trainer.data.token_store import CHUNK_TOKENS, TokenStore
 from trainer.errors import DataError
+
+log = logging.getLogger(__name__)
 
 HUGE_TOKENS = CHUNK_TOKENS
 """Longer rows are taken for a mistake (a whole file in one row) and skipped, not truncated."""
@@ -142,6 +145,8 @@ class Corpus(Sequence[Sample]):
             DependencyError: Parquet or Arrow files, and no pyarrow.
         """
         report = CorpusReport()
+        if has_unfinished_work(Path(path)):
+            log.warning("a prepare for %s has not come to its end: the set that stands there is read", path)
         with unchanging("data", lambda: _whole_set(Path(path))) as files:
             corpus = cls(_good_samples(files, report, max_seq_len, vocab_size), report)
         if not len(corpus):

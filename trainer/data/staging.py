@@ -265,18 +265,31 @@ def _lock(directory: Path) -> int:
     raise give_up(directory)
 
 
+def has_unfinished_work(directory: Path) -> bool:
+    """Whether a `prepare` reads its input, or was cut off at that, to replace the set of a folder.
+
+    Raises:
+        DataError: nobody can tell, see `_read_state`.
+    """
+    state = _read_state(_output_of(directory) / PARTIAL_DIR)
+    return state is not None and state.get("phase") == "reading"
+
+
 def find_interrupted(directory: Path) -> str | None:
     """Why the files in a folder are no whole data set, or None.
 
     Raises:
         DataError: nobody can tell, see `_read_state`.
     """
-    # its held-out files are put in place together with the others
-    output = directory.parent if directory.name == HELD_OUT_DIR else directory
-    state = _read_state(output / PARTIAL_DIR)
+    state = _read_state(_output_of(directory) / PARTIAL_DIR)
     if state is None or state.get("phase") == "reading":
         return None
     return "prepare was cut off while it put its files in place, run it again"
+
+
+def _output_of(directory: Path) -> Path:
+    """The folder that `prepare` was given: held-out files are put in place together with the others."""
+    return directory.parent if directory.name == HELD_OUT_DIR else directory
 
 
 def replace_file(path: Path, content: bytes) -> None:

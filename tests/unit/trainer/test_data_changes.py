@@ -71,6 +71,19 @@ def test_a_set_is_read_while_a_prepare_in_the_same_folder_has_not_come_to_its_en
     assert len(Corpus.open(tmp_path / "data", max_seq_len=64, vocab_size=VOCAB)) == 16
 
 
+def test_unfinished_work_for_a_set_is_told_when_the_set_is_read(tmp_path, caplog) -> None:
+    write_set(tmp_path / "data", 0)
+    Corpus.open(tmp_path / "data", max_seq_len=64, vocab_size=VOCAB)
+    assert "has not come to its end" not in caplog.text
+
+    staging = Staging(tmp_path / "data", {"seed": 1})
+    staging.open()
+    staging.commit()
+    Corpus.open(tmp_path / "data", max_seq_len=64, vocab_size=VOCAB)
+
+    assert caplog.text.count("has not come to its end: the set that stands there is read") == 1
+
+
 def test_held_out_samples_of_a_half_moved_set_are_refused(tmp_path) -> None:
     held_out = tmp_path / "data" / "held_out"
     write_tiny_corpus(held_out)
