@@ -116,6 +116,7 @@ def render_states_page() -> str:
     lines += ["| condition | true means |", "|---|---|"]
     lines += [f"| `{kind.value}` | {CONDITIONS[kind]} |" for kind in ConditionType]
     lines += ["", "## Reasons", "", *_reasons()]
+    lines += ["", "## Reasons of the checks before a launch", "", *_check_reasons()]
     return "\n".join(lines) + "\n"
 
 
@@ -131,6 +132,43 @@ def _reasons() -> list[str]:
         retryable = "yes" if reason.retryable else "no"
         lines.append(f"| `{reason.value}` | {reason.message} | {retryable} | {_default_of(reason)} |")
     return lines
+
+
+CHECK_REASONS: Mapping[str, str] = {
+    "NotDeployed": "no release and environment has been deployed to the node",
+    "ReleaseMissing": "the deployed release is gone from the node",
+    "EnvironmentMissing": "the deployed environment is gone from the node",
+    "InterpreterMissing": "the Python interpreter is not there, or cannot be executed",
+    "ProgramMissing": "the first word of `[command] argv` is no executable file on the node",
+    "PathMissing": "a path that the run names does not exist on the node",
+    "NotWritable": "a folder cannot be written to",
+    "NoSpace": "too little free disk space",
+    "GpuNotFound": "the run asks for a GPU that the node does not have",
+    "SecretMissing": "a secret that the run names is not set",
+    "MissingDependency": "a required capability's package is not in the environment",
+    "ImportFailed": "a required capability's package is there but cannot be imported",
+    "LibraryNotFound": "the driver's libraries are not in the node",
+    "DriverMismatch": "the driver's libraries in the node are not of its host's version",
+    "NoCuda": "torch was built without CUDA, or sees no GPU",
+    "CapabilityUnknown": "a capability was not probed in this environment",
+    "OtherSource": "what is deployed was built from another source than the run file names (a warning)",
+    "OtherLock": "what is deployed was built from another lock than the run file names (a warning)",
+    "LockNotFound": "the lock that the run file names cannot be read, so it was not compared (a warning)",
+}
+"""What a check calls its cause: the reasons that a person meets behind `PreflightFailed`."""
+
+
+def _check_reasons() -> list[str]:
+    lines = [
+        "An attempt that a check kept from its launch has the reason `PreflightFailed`. The check has a name",
+        "for the cause, which stands before it wherever the end is shown:",
+        "`ProgramMissing (PreflightFailed)`.",
+        "Rules of `[restart]` look at the reason, not at the cause.",
+        "",
+        "| cause | meaning |",
+        "|---|---|",
+    ]
+    return lines + [f"| `{name}` | {meaning} |" for name, meaning in CHECK_REASONS.items()]
 
 
 _NOT_JUDGED: Mapping[Reason, str] = {

@@ -70,6 +70,18 @@ def test_every_reason_and_condition_stands_on_the_page_of_states() -> None:
         assert f"\n| `{item.value}` | " in page, item
 
 
+@pytest.mark.parametrize("module", ["prepare", "capabilities"])
+def test_every_cause_that_a_check_names_stands_on_the_page_of_states(module: str) -> None:
+    page = (REFERENCE / "states.md").read_text()
+    tree = ast.parse((ROOT / "supervisor" / "reconciler" / f"{module}.py").read_text())
+    words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    causes = [word for word in words if isinstance(word, str) and re.fullmatch(r"([A-Z][a-z]+){2,}", word)]
+
+    assert causes
+    for cause in causes:
+        assert f"\n| `{cause}` | " in page, cause
+
+
 # --- run files ------------------------------------------------------------------------------------------
 
 
