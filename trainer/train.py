@@ -43,7 +43,13 @@ from trainer.eval.online import OnlineEvaluation, report_evaluation
 from trainer.flags import Resolved, has_wandb_key
 from trainer.lifecycle.exits import describe
 from trainer.lifecycle.heartbeat import StatusFile
-from trainer.lifecycle.runfolder import OutputHold, describe_code, write_json, write_run_record
+from trainer.lifecycle.runfolder import (
+    OutputHold,
+    describe_code,
+    hold_run_folder,
+    write_json,
+    write_run_record,
+)
 from trainer.lifecycle.signals import SignalCounter, StoppedEarlyError
 from trainer.lifecycle.stalls import NativeDump, StartWatch, log_stacks
 from trainer.lifecycle.stopping import StopWatch
@@ -104,7 +110,8 @@ class Trainer:
             TrainerError: anything that ends the run before its end; its class decides the exit code.
         """
         check_devices(self.config)
-        with self._machines.hold_output(self._output_dir) as self._hold:
+        run_dir = self._resolved.run_dir
+        with self._machines.hold_output(self._output_dir) as self._hold, hold_run_folder(run_dir):
             self._signals.install()
             try:
                 write_run_record(self._resolved, self._code)

@@ -8,6 +8,7 @@ logged once and never ends training.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -38,7 +39,14 @@ def write_first_status(run_dir: Path) -> None:
     """Show a sign of life (phase `init`) before the slow imports; a folder that fails is reported later."""
     with contextlib.suppress(OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
-        StatusFile(run_dir).write()
+        descriptor = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(
+                descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB
+            )  # the record of another trainer stays as it is
+            StatusFile(run_dir).write()
+        finally:
+            os.close(descriptor)
 
 
 class StatusFile:

@@ -134,6 +134,31 @@ def hold_output(
         hold.stream.close()
 
 
+@contextlib.contextmanager
+def hold_run_folder(run_dir: Path) -> Iterator[None]:
+    """Keep a trainer of another output folder from writing status and metrics between ours.
+
+    Raises:
+        ConfigError: it cannot be made, or another trainer holds it.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"run folder cannot be made: {run_dir} ({error.strerror})") from error
+    try:
+        try:
+            take_lock(descriptor, run_dir)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"run folder is in use by another trainer: {run_dir}; "
+                "name another by DFLASH_RUN_DIR, or unset it"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _lock(output_dir: Path) -> tuple[TextIO, bool]:
     """Return the locked file, and whether the folder was made for it."""
     for _ in range(MOST_TRIES):

@@ -13,7 +13,8 @@ from tests.support.trainer_runs import await_end_of_workers, run_here, settings_
 from trainer.checkpoint import saver as saver_module
 from trainer.checkpoint.store import CheckpointStore
 from trainer.errors import CheckpointError, ConfigError
-from trainer.lifecycle.runfolder import hold_output
+from trainer.lifecycle.heartbeat import write_first_status
+from trainer.lifecycle.runfolder import hold_output, hold_run_folder
 
 
 @pytest.fixture
@@ -73,3 +74,19 @@ def test_an_output_that_another_trainer_has_by_now_gets_nothing_more(
 
         assert [path.name for path in (tmp_path / "out").rglob("*") if "step" in path.name] == []
     assert caplog.text.count("training goes on") >= 1
+
+
+def test_a_run_folder_of_a_living_trainer_is_left_alone(settings, tmp_path) -> None:
+    run_dir = tmp_path / "run"
+    write_first_status(run_dir)
+    with hold_run_folder(run_dir):
+        (run_dir / "status.json").write_text("of the other")
+        write_first_status(run_dir)
+
+        with pytest.raises(ConfigError, match=r"run folder is in use by another trainer: .*DFLASH_RUN_DIR"):
+            run_here(settings, DFLASH_RUN_DIR=str(run_dir))
+
+        assert (run_dir / "status.json").read_text() == "of the other"
+        assert sorted(path.name for path in run_dir.iterdir()) == ["status.json"]
+
+    assert run_here(settings, DFLASH_RUN_DIR=str(run_dir)) == 0
