@@ -7,9 +7,11 @@ follow a run. Must not decide anything: it repeats what `judge_end` decided.
 from __future__ import annotations
 
 from datetime import datetime
+from typing import TYPE_CHECKING
 
-from supervisor.domain.policy import RestartPolicy
-from supervisor.domain.restart import Ledger
+if TYPE_CHECKING:  # the commands load this module, and pydantic behind these is slow to load
+    from supervisor.domain.policy import RestartPolicy
+    from supervisor.domain.restart import Ledger
 
 
 def next_try(number: int, *, starts_in_s: float | None, failures_left: int | None = None) -> str:

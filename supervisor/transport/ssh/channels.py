@@ -118,7 +118,9 @@ class Stream:
         return out, err, is_over and not out and not err
 
     async def _readable(self) -> None:
-        if self._closed.is_set():
+        # paramiko's descriptor stays silent where data of one stream comes while the other is being emptied:
+        # it clears for both without a lock. So what is there is asked for first, and only more is waited for.
+        if self._closed.is_set() or self._has_news():
             return
         loop = asyncio.get_running_loop()
         ready = asyncio.ensure_future(self._closed.wait())
@@ -129,6 +131,12 @@ class Stream:
             if not self._closed.is_set():
                 loop.remove_reader(self._fd)
             ready.cancel()
+
+    def _has_news(self) -> bool:
+        channel = self.channel
+        return bool(
+            channel.recv_ready() or channel.recv_stderr_ready() or channel.eof_received or channel.closed
+        )
 
     async def status(self, deadline: Deadline | None = None) -> int | None:
         """Exit status; None when the server sent none (signal, cut link). It may follow EOF by a moment."""
