@@ -184,7 +184,8 @@ def find_world(environ: Mapping[str, str]) -> World:
     Raises:
         ConfigError: a variable is missing or no number, or several trainers were started on one machine.
     """
-    if "RANK" in environ and "WORLD_SIZE" not in environ:
+    environ = {name: text for name, text in environ.items() if text}
+    if environ.get("RANK", "0") != "0" and "WORLD_SIZE" not in environ:
         raise ConfigError(
             f"RANK is set and WORLD_SIZE is not: RANK={shorten(environ['RANK'])}; start with torchrun, or "
             "unset RANK to train on one machine"

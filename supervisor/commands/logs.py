@@ -163,7 +163,9 @@ def _end_of(client: Client, name: str, number: int) -> str:
     """How the attempt ended, and what the supervisor does next by itself."""
     for _ in range(SETTLE_POLLS):
         attempt = client.get(path_of("runs", name, "attempts", str(number)))
-        follows = what_follows(client.get(path_of("runs", name)))
+        run = client.get(path_of("runs", name))
+        is_newest = (run.get("attempt") or {}).get("number") == number
+        follows = what_follows(run) if is_newest else f"attempt {number + 1} follows"
         if follows is not None and not attempt["is_live"]:
             return f"{describe_end(attempt)}; {follows}"
         time.sleep(POLL_S)

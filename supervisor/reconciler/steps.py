@@ -403,7 +403,7 @@ class Steps:
             attempt = session.get(Attempt, action.attempt_id)
             assert attempt is not None
             if step is not None:
-                attempt.last_step = step
+                attempt.last_step = max(step, attempt.last_step or 0)
             apply.apply_finish(session, attempt, action, exit_record=look.exit, reply=look.reply)
 
         await self._write(write)

@@ -176,7 +176,8 @@ def _rows(path: Path, stream: TextIO, key: str) -> Iterator[RowFile]:
 
 
 def _check_settings(output: Path, record: Path, settings: dict[str, Any]) -> None:
-    if record.is_file():
+    # a record without rows is what a start left that was killed while it loaded the target
+    if record.is_file() and _has_rows(output, _prompts_of(output)):
         known = _read_settings(record)
         keys = settings.keys() | known.keys()
         different = sorted(key for key in keys if known.get(key) != settings.get(key))
@@ -188,7 +189,7 @@ def _check_settings(output: Path, record: Path, settings: dict[str, Any]) -> Non
         return
     companions = [_prompts_of(output)] if "sampled_prompts" in settings else []
     for path in (output, *companions):
-        if path.exists() and path.stat().st_size:
+        if _has_rows(path):
             raise ConfigError(f"{path} exists and {record.name} does not: choose another --output")
     temporary = record.with_name(record.name + ".tmp")
     try:
@@ -197,6 +198,10 @@ def _check_settings(output: Path, record: Path, settings: dict[str, Any]) -> Non
             temporary.replace(record)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _has_rows(*paths: Path) -> bool:
+    return any(path.exists() and path.stat().st_size for path in paths)
 
 
 def _read_settings(record: Path) -> dict[str, Any]:

@@ -109,15 +109,16 @@ def unchanging(what: str, list_files: Callable[[], Sequence[Path]]) -> Iterator[
         )
 
 
-def _states(files: Sequence[Path]) -> dict[Path, tuple[int, int, int] | None]:
-    states: dict[Path, tuple[int, int, int] | None] = {}
+def _states(files: Sequence[Path]) -> dict[Path, tuple[int, int] | None]:
+    states: dict[Path, tuple[int, int] | None] = {}
     for file in files:
         try:
             found = file.stat()
         except OSError:
             states[file] = None
         else:
-            states[file] = found.st_ino, found.st_size, found.st_mtime_ns
+            # not the inode: some network file systems give a file a new one now and then
+            states[file] = found.st_size, found.st_mtime_ns
     return states
 
 

@@ -86,9 +86,13 @@ class OutputHold:
         Raises:
             CheckpointError: another trainer has it by now, or it cannot be made.
         """
-        with contextlib.suppress(OSError):
+        try:
             if os.path.samestat(os.fstat(self.stream.fileno()), (self._output_dir / LOCK).stat()):
                 return
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # removed: taken again below
+        except OSError as error:
+            raise CheckpointError(f"the output folder cannot be looked at: {error}") from error
         former = self.stream
         try:
             self.stream, _ = _lock(self._output_dir)

@@ -143,6 +143,16 @@ def test_other_settings_on_the_same_output_are_refused(model_dir, tmp_path):
         run(model_dir, tmp_path, "--max-new-tokens", "7")
 
 
+def test_other_settings_are_taken_where_a_killed_start_left_no_row(model_dir, tmp_path):
+    write_prompts(tmp_path)
+    rows = run(model_dir, tmp_path, "--max-new-tokens", "7")
+    (tmp_path / "out.jsonl").write_text("")
+    (tmp_path / "out.jsonl.settings.json").write_text('{"max_new_tokens": 3}')
+
+    assert run(model_dir, tmp_path, "--max-new-tokens", "7") == rows
+    assert json.loads((tmp_path / "out.jsonl.settings.json").read_text())["max_new_tokens"] == 7
+
+
 def test_an_output_of_unknown_origin_is_refused(model_dir, tmp_path):
     write_prompts(tmp_path)
     (tmp_path / "out.jsonl").write_text("{}\n")

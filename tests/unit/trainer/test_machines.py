@@ -76,6 +76,8 @@ def test_world_comes_from_the_variables_of_torchrun():
     assert (world.rank, world.size, world.meeting_point) == (1, 2, "host:29500")
     assert find_world({}) == World()
     assert find_world({"RANK": "0", "WORLD_SIZE": "1"}) == World()
+    assert find_world({"RANK": "0"}) == World()
+    assert find_world({"RANK": "", "WORLD_SIZE": "1", "MASTER_ADDR": ""}) == World()
 
 
 @pytest.mark.parametrize(

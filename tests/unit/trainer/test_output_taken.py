@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,7 @@ def after_first_export(monkeypatch: pytest.MonkeyPatch, act) -> None:
 def test_an_output_removed_in_the_middle_is_made_anew_and_held_again(
     settings, tmp_path, monkeypatch, caplog
 ) -> None:
-    after_first_export(monkeypatch, lambda: shutil.rmtree(tmp_path / "out"))
+    after_first_export(monkeypatch, lambda: (tmp_path / "out").rename(tmp_path / "gone"))
     held = []
     original = saver_module.verify
 
@@ -63,7 +62,7 @@ def test_an_output_that_another_trainer_has_by_now_gets_nothing_more(
     with contextlib.ExitStack() as other:
 
         def take_over() -> None:
-            shutil.rmtree(tmp_path / "out")
+            (tmp_path / "out").rename(tmp_path / "gone")
             other.enter_context(hold_output(tmp_path / "out"))
 
         after_first_export(monkeypatch, take_over)

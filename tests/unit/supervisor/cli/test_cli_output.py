@@ -135,6 +135,17 @@ def test_following_waits_for_the_launch_and_passes_over_what_was_never_launched(
     assert (whole.code, whole.out) == (0, "late\n")
 
 
+def test_following_an_old_attempt_says_which_one_came_after_it(live, run):
+    for log in (b"one\n", b"two\n"):
+        end_attempt(live.api.state, seed_attempt(live.api.state, run, log=log), ended="failed")
+    seed_attempt(live.api.state, run, log=b"three\n")
+
+    result = ctl("logs", "slammed", "-f", "--attempt", "1")
+
+    assert (result.code, result.out) == (0, "one\n")
+    assert result.err.endswith("; attempt 2 follows\n")
+
+
 @contextmanager
 def once_asked(live, attempt, act):
     """Act in a thread as soon as somebody reads the attempt's log: from then on it is being followed."""
