@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -149,10 +149,12 @@ def _disk_errors(path: Path) -> Iterator[None]:
 
 def _remove_empty(output: Path, made: Sequence[Path]) -> None:
     """Remove what a command that failed made and wrote nothing into; drawn prompts keep their settings."""
-    with suppress(OSError):
+    try:
         if output in made and not output.stat().st_size and not _prompts_of(output).exists():
             for path in made:
                 path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s was made for nothing and cannot be removed: %s", output, error)
 
 
 def _prompts_of(output: Path) -> Path:

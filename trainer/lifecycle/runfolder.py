@@ -107,10 +107,11 @@ class OutputHold:
         )
 
     def _sign(self) -> None:
-        # on a full disk only the name of the holder is lost; the lock holds without it
-        with contextlib.suppress(OSError):
+        try:
             os.ftruncate(self.stream.fileno(), 0)
             os.write(self.stream.fileno(), str(os.getpid()).encode())
+        except OSError as error:
+            _LOG.warning("the output is held, but its lock cannot say by which process: %s", error)
 
 
 @contextlib.contextmanager

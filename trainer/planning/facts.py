@@ -7,7 +7,7 @@ as a question needs.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +34,8 @@ from trainer.planning.packs import PackFacts, pack_facts
 from trainer.target.capture import Target
 from trainer.target.identity import read_vocab_size
 from trainer.target.loader import outline_target
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +160,11 @@ def free_now(config: TrainConfig) -> dict[str, int]:
     free: dict[str, int] = {}
     for device in sorted(devices):
         if int(device[5:]) < torch.cuda.device_count():
-            # a GPU so full that it cannot even be asked is told by what loads there
-            with contextlib.suppress(RuntimeError):
+            try:
                 free[device] = int(torch.cuda.mem_get_info(device)[0])
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0]
+                _LOG.warning("what is free on %s is not known: %s", device, reason)
     return free
 
 
