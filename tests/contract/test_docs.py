@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import json
-import logging
 import re
 import shlex
 from collections.abc import Iterator
@@ -251,16 +250,6 @@ HERE = {
     "--max-new-tokens": "6",
 }
 """What this machine needs in place of the guide's words; everything else is carried out as it stands."""
-
-
-@pytest.fixture
-def root_logger() -> Iterator[None]:
-    """The trainer's commands send the log where their process wants it; here that must end with the test."""
-    logger = logging.getLogger()
-    handlers, level = list(logger.handlers), logger.level
-    yield
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
 
 
 @pytest.mark.usefixtures("root_logger")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
 
@@ -15,16 +14,6 @@ from trainer.__main__ import main
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny_target(tmp_path_factory.mktemp("data-runs"))
-
-
-@pytest.fixture
-def root_logger():
-    """Commands send the log where their process wants it; here that must end with the test."""
-    logger = logging.getLogger()
-    handlers, level = list(logger.handlers), logger.level
-    yield
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
 
 
 def test_t7_training_goes_on_beside_bad_rows_and_says_how_many(model, tmp_path, caplog):

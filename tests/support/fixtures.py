@@ -1,7 +1,8 @@
-"""Fixtures that many test modules share, loaded by `tests/conftest.py`: test hosts and the network block."""
+"""Fixtures that many test modules share, loaded by `tests/conftest.py`: hosts, network block, root logger."""
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,3 +61,13 @@ def pct_host(tmp_path: Path) -> Iterator[PctHost]:
     require_test_bed()
     with PctHost(tmp_path / "host") as host:
         yield host
+
+
+@pytest.fixture
+def root_logger() -> Iterator[None]:
+    """Commands send the log where their process wants it; here that must end with the test."""
+    logger = logging.getLogger()
+    handlers, level = list(logger.handlers), logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)

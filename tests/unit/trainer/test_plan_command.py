@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
 
@@ -25,23 +24,13 @@ def _known_seconds(monkeypatch):
     know_seconds(monkeypatch)
 
 
-@pytest.fixture
-def _root_logger():
-    """The commands send the log where their process wants it; here that must end with the test."""
-    logger = logging.getLogger()
-    handlers, level = list(logger.handlers), logger.level
-    yield
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
-
-
 def plan(folder, capsys, *words, **changes):
     settings = settings_for(folder / "tiny-target-0", folder / "data", folder / "out", **changes)
     code = main(["plan", *[word for text in settings for word in ("--set", text)], *words])
     return code, capsys.readouterr()
 
 
-@pytest.mark.usefixtures("_root_logger", "_known_seconds")
+@pytest.mark.usefixtures("root_logger", "_known_seconds")
 def test_the_command_measures_and_recommends(folder, capsys, tmp_path):
     record_file = tmp_path / "plan.json"
 
@@ -68,7 +57,7 @@ def test_the_command_measures_and_recommends(folder, capsys, tmp_path):
     assert record["packs"]["total_steps"] == 18
 
 
-@pytest.mark.usefixtures("_root_logger")
+@pytest.mark.usefixtures("root_logger")
 def test_on_the_cpu_there_is_nothing_to_divide(folder, capsys):
     code, output = plan(folder, capsys, "--no-measure")
 
@@ -76,7 +65,7 @@ def test_on_the_cpu_there_is_nothing_to_divide(folder, capsys):
     assert "split" not in output.out
 
 
-@pytest.mark.usefixtures("_root_logger")
+@pytest.mark.usefixtures("root_logger")
 def test_the_command_refuses_what_cannot_fit_with_exit_2(folder, capsys, tmp_path):
     record_file = tmp_path / "plan.json"
 
@@ -95,7 +84,7 @@ def test_the_command_refuses_what_cannot_fit_with_exit_2(folder, capsys, tmp_pat
     assert not (folder / "out").exists()
 
 
-@pytest.mark.usefixtures("_root_logger")
+@pytest.mark.usefixtures("root_logger")
 def test_planning_for_absent_gpus_needs_no_measurement_and_says_so(folder, capsys):
     code, output = plan(
         folder,
@@ -112,7 +101,7 @@ def test_planning_for_absent_gpus_needs_no_measurement_and_says_so(folder, capsy
     assert "sum over drafters" in output.out
 
 
-@pytest.mark.usefixtures("_root_logger")
+@pytest.mark.usefixtures("root_logger")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
